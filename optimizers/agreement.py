@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.engine.environment import is_elastic
-from hvd_hetero.engine.port import Engine, gather_text
+from hvd_hetero.engine.payload import gather_text
+from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.stderr import tell
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
 from hvd_hetero.policy.replan import ReplanRule

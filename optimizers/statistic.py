@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from hvd_hetero.engine import port
+from hvd_hetero.engine import payload
 from hvd_hetero.engine.port import Engine
 
 
@@ -43,7 +43,7 @@ def merge_statistics(
 ) -> None:
     """Replaces this rank's statistics by those of all ranks together, the same on all of them. A collective call.
 
-    What is exchanged, and the memory that this takes, are pieces of `port.PIECE_BYTES`; and one tensor at a time is
+    What is exchanged, and the memory that this takes, are pieces of `payload.PIECE_BYTES`; and one tensor at a time is
     held as an array. If an operation fails, a part of the statistics may be merged.
 
     Args:
@@ -88,7 +88,7 @@ def _pieces(groups: Sequence[tuple[Statistic, ...]]) -> Iterator[Piece]:
     A piece holds what one operation carries, at eight bytes each. What is read is written back after the last piece
     that holds any of it.
     """
-    most = max(port.PIECE_BYTES // 8, 2)
+    most = max(payload.PIECE_BYTES // 8, 2)
     piece: Piece = []
     room, ended = most, list[tuple[Statistic, np.ndarray]]()
     for group in groups:

@@ -18,8 +18,8 @@ ALLOWED = {
     "trace": ({"trace", "policy", "engine.environment", "engine.host", "engine.script"}, set()),
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": (
-        {"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy", "engine.environment", "engine.script",
-         "engine.stderr"},
+        {"optimizers", "policy", "codecs", "engine.payload", "engine.port", "engine.hierarchy", "engine.environment",
+         "engine.script", "engine.stderr"},
         {"numpy"},
     ),
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),

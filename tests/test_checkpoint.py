@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvd_hetero.engine import checkpoint as checkpoint_module
-from hvd_hetero.engine import checkpoint_file, port, termination
+from hvd_hetero.engine import checkpoint_file, payload, termination
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
 from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
@@ -277,7 +277,7 @@ def test_each_rank_gets_what_all_share_and_its_own(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_is_in_memory_once_on_each_rank_while_it_travels(tmp_path, monkeypatch, ranks):
-    monkeypatch.setattr(port, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 1 << 16)
     content = os.urandom(1 << 23)
 
     def restore(engine):
@@ -563,7 +563,7 @@ def test_a_rank_that_joins_restores_nothing_before_training_begins(tmp_path):
 
 
 def test_bytes_of_unlike_lengths_travel(tmp_path):
-    from hvd_hetero.engine.port import gather_bytes
+    from hvd_hetero.engine.payload import gather_bytes
 
     found = World(3).run(lambda engine: gather_bytes(engine, bytes(range(5 * engine.rank)), name="x"))
     assert found == [[bytes(range(5 * rank)) for rank in range(3)]] * 3

@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 from contract import check_engine
 
-from hvd_hetero.engine import port
+from hvd_hetero.engine import payload, port
 from hvd_hetero.engine.callback import Rebuilds, WeakMethods
 from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
+from hvd_hetero.engine.payload import (
+    broadcast_bytes,
+    broadcast_in_pieces,
+    gather_bytes,
+    gather_text,
+    scatter_bytes,
+)
 from hvd_hetero.engine.port import (
     Chain,
     CollectiveError,
     Engine,
     base_name,
-    broadcast_bytes,
-    broadcast_in_pieces,
-    gather_bytes,
-    gather_text,
     numbered_name,
     rotating_name,
-    scatter_bytes,
 )
 from hvd_hetero.optimizers.stateful_parts import StatefulParts
 
@@ -252,7 +254,7 @@ def counted(engine):
 
 @pytest.mark.parametrize("length", [0, 1, 12, 13, 24, 50])
 def test_long_bytes_travel_in_pieces_and_short_ones_in_one_operation(monkeypatch, length):
-    monkeypatch.setattr(port, "PIECE_BYTES", 12)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 12)
     whole = bytes(range(length))
 
     def program(engine):
@@ -278,7 +280,7 @@ def test_long_bytes_travel_in_pieces_and_short_ones_in_one_operation(monkeypatch
 
 @pytest.mark.parametrize("lengths", [(13, 14), (5, 30), (30, 24), (24, 12), (3, 4)])
 def test_bytes_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, lengths):
-    monkeypatch.setattr(port, "PIECE_BYTES", 12)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 12)
 
     def program(engine):
         with pytest.raises(CollectiveError, match="'x': expected"):

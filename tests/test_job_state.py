@@ -15,7 +15,7 @@ from test_unsent_state import Exchange
 
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.port import gather_text
+from hvd_hetero.engine.payload import gather_text
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.optimizers.balancer import Balancer

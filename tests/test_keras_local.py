@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine import port
+from hvd_hetero.engine import payload
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.factor import PROPORTIONAL, in_proportion
 from hvd_hetero.keras.local import merge_variables
@@ -81,7 +81,7 @@ def test_weights_that_are_alike_on_all_ranks_do_not_travel_with_a_merge():
 
 
 def test_variables_of_any_type_are_merged_in_pieces(monkeypatch):
-    monkeypatch.setattr(port, "PIECE_BYTES", 24)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 24)
     kinds = ("bfloat16", "float16", "float32", "float64", "int8", "int64")
 
     def program(engine):

@@ -7,7 +7,7 @@ import pytest
 
 from hvd_hetero.engine.callback import Rebuilds
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.port import gather_text
+from hvd_hetero.engine.payload import gather_text
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import hvd_hetero.keras as hvd_keras
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.engine.port import gather_bytes
+from hvd_hetero.engine.payload import gather_bytes
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from hvd_hetero.optimizers.balancer import Balancer
 

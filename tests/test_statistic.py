@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from hvd_hetero.engine import port
+from hvd_hetero.engine import payload
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.optimizers.statistic import Statistic, merge_statistics
@@ -79,7 +79,7 @@ def test_what_is_merged_in_pieces_is_the_same_to_the_bit(monkeypatch, elements):
         return mine, lengths
 
     whole = World(3).run(program)
-    monkeypatch.setattr(port, "PIECE_BYTES", 8 * elements)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 8 * elements)
     for (expected, _), (found, lengths) in zip(whole, World(3).run(program), strict=True):
         assert repr(found) == repr(expected), "of the same types, and all that is not finite as well"
         np.testing.assert_equal(found, expected)
@@ -89,7 +89,7 @@ def test_what_is_merged_in_pieces_is_the_same_to_the_bit(monkeypatch, elements):
 
 @pytest.mark.parametrize("lengths", [(3, 4), (3, 40), (40, 3), (30, 40)])
 def test_statistics_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, lengths):
-    monkeypatch.setattr(port, "PIECE_BYTES", 80)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 80)
 
     def program(engine):
         mine = np.zeros(lengths[engine.rank])
@@ -101,7 +101,7 @@ def test_statistics_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, le
 
 
 def test_merging_takes_the_memory_of_some_pieces(monkeypatch):
-    monkeypatch.setattr(port, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(payload, "PIECE_BYTES", 1 << 16)
     arrays = [[np.full(1 << 19, float(rank), np.float32) for _ in range(2)] for rank in range(2)]
 
     def program(engine):

@@ -11,7 +11,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 from torch_local_task import PROTOTYPE, WHOLE, make_data
 
 import hvd_hetero.torch as hvd
-from hvd_hetero.engine import port
+from hvd_hetero.engine import payload
 from hvd_hetero.engine.local import World
 from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.parameter_store import ParameterStore
@@ -457,7 +457,7 @@ def test_complex_moments_become_means_also_on_a_rank_that_has_none(kind, sparse)
 
 @pytest.mark.parametrize("piece_bytes", [24, 1 << 24])
 def test_moments_of_any_type_and_layout_become_means_in_pieces(monkeypatch, piece_bytes):
-    monkeypatch.setattr(port, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(payload, "PIECE_BYTES", piece_bytes)
     kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
 
     def program(engine):

@@ -14,7 +14,8 @@ import numpy as np
 
 from .checkpoint_file import CheckpointError, CheckpointFile, Content
 from .environment import is_elastic
-from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
+from .payload import broadcast_bytes, gather_bytes, gather_text, scatter_bytes
+from .port import Engine, Handle
 from .stderr import tell
 from .termination import EXIT_STATUS_LEFT, TerminationHandler
 

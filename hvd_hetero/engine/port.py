@@ -1,4 +1,4 @@
-"""The port: the interface (`Engine`) through which the algorithms call collectives, and helpers written on it.
+"""The port: the interface (`Engine`) through which the algorithms call collectives. `payload.py` has helpers on it.
 
 `horovod.py` and `horovod_tensorflow.py` implement `Engine` on Horovod, `local.py` on threads. Every operation has a
 name, because Horovod pairs the operations of different ranks by name. Every operation is asynchronous and returns a
@@ -8,17 +8,13 @@ handle. Arrays are mutable and live on the CPU or on a device (numpy arrays, tor
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-
 Op = Literal["sum", "min", "max"]
 
-PIECE_BYTES = 1 << 24  # the most bytes that one operation carries: see `broadcast_in_pieces`
 ROTATING_NAMES = 8  # how many names `rotating_name` uses, in rotation
 
 
@@ -160,92 +156,6 @@ def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) ->
     if len(splits) != size or sum(splits) != rows:
         raise ValueError(f"{name!r}: expected {size} splits that sum to {rows} rows. Received: {list(splits)}.")
     return list(splits)
-
-
-def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
-    """Returns the texts of all ranks, by rank; line breaks within a text become spaces. A collective call."""
-    row = np.frombuffer(f"{' '.join(text.splitlines())}\n".encode(), dtype=np.uint8).copy()
-    whole = np.asarray(engine.allgather_async(row, name=name).wait())
-    return whole.tobytes().decode().splitlines()
-
-
-def _piece_bytes(lengths: np.ndarray) -> int:
-    """The most bytes of each rank that one operation carries, where a rank has `lengths[rank]` to be carried in all."""
-    return PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // len(lengths), 1)
-
-
-def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = None) -> list[bytes]:
-    """Gathers the bytes of all ranks. A collective call, in several operations if they are long, as
-    `broadcast_in_pieces`.
-
-    Returns:
-        The bytes of each rank, by rank. If `root` is given, on that rank only; an empty list on the others.
-    """
-    lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
-    step = _piece_bytes(lengths)
-    row, found = np.frombuffer(mine, np.uint8), [bytearray() for _ in lengths]
-    for at in range(0, max(int(lengths.max()), 1), step):
-        piece = row[at : at + step].copy()
-        if root is None:
-            whole = np.asarray(engine.allgather_async(piece, name=name).wait())
-        else:
-            splits = [len(piece) if rank == root else 0 for rank in range(engine.size)]
-            whole = np.asarray(engine.alltoall_async(piece, splits=splits, name=name).wait())
-            if engine.rank != root:
-                continue
-        ends: np.ndarray = np.cumsum(np.clip(lengths - at, 0, step))
-        for one, part in zip(found, np.split(whole, ends[:-1]), strict=True):
-            one += part.data
-    return list(map(bytes, found)) if root in (None, engine.rank) else []
-
-
-def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: str) -> bytes:
-    """Returns `parts[rank]` of rank `root`, where `rank` is the caller's. Other ranks' `parts` are ignored.
-
-    A collective call, in several operations if the parts are long, as `broadcast_in_pieces`.
-    """
-    lengths = np.array([len(part) for part in parts] if engine.rank == root else [0] * engine.size)
-    engine.broadcast_async(lengths, root=root, name=f"{name}.lengths").wait()
-    step = _piece_bytes(lengths)
-    mine = bytearray()
-    for at in range(0, max(int(lengths.max()), 1), step):
-        pieces = [part[at : at + step] for part in parts] if engine.rank == root else [b""] * engine.size
-        row = np.frombuffer(b"".join(pieces), np.uint8).copy()
-        sent = engine.alltoall_async(row, splits=list(map(len, pieces)), name=name).wait()
-        mine += np.asarray(sent).data
-    return bytes(mine)
-
-
-def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> bytes:
-    """Returns the bytes of rank `root`, on all ranks; `mine` is ignored on the others. A collective call, in several
-    operations if they are long, as `broadcast_in_pieces`. No rank holds more in memory than these bytes and a piece."""
-    said = np.array([len(mine)])
-    engine.broadcast_async(said, root=root, name=f"{name}.length").wait()
-    length = int(said[0])
-    row = np.frombuffer(mine, np.uint8)
-    found = io.BytesIO(b"" if engine.rank == root else bytes(length))  # which it overwrites, and returns without a copy
-    for at in range(0, max(length, 1), PIECE_BYTES):
-        end = min(at + PIECE_BYTES, length)
-        piece = row[at:end].copy() if engine.rank == root else np.zeros(end - at, np.uint8)
-        engine.broadcast_async(piece, root=root, name=name).wait()
-        if engine.rank != root:
-            found.write(piece.data)
-    return mine if engine.rank == root else found.getvalue()
-
-
-def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: str) -> None:
-    """Overwrites an array of uint8 in place with the array of rank `root`. A collective call.
-
-    An array of more than `PIECE_BYTES` is sent in several operations, because Horovod counts elements in 32 bits, and
-    Gloo limits an operation to 30 s, which some 100 MB may take on a slow link.
-
-    Raises:
-        `engine.failure`: on every rank, if the lengths of the arrays differ.
-    """
-    if len(array) > PIECE_BYTES:  # an empty array whose shape holds the length: the ranks compare shapes
-        engine.broadcast_async(np.zeros((0, len(array)), np.uint8), root=root, name=name).wait()
-    for at in range(0, max(len(array), 1), PIECE_BYTES):
-        engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
 
 
 def rotating_name(engine: Engine, prefix: str) -> str:

@@ -28,7 +28,8 @@ from . import cache
 from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, gloo_interface, under_mpi
 from .host import mpi_host, mpi_module
-from .port import Engine, gather_text
+from .payload import gather_text
+from .port import Engine
 from .probe_result import ProbeResult
 from .transfer import Pair, Timer
 

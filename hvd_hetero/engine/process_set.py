@@ -19,7 +19,7 @@ from .device import describe_device, kind_of
 from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
-from .port import gather_text
+from .payload import gather_text
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .tracked import AROUND_WAITS, Tracked

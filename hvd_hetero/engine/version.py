@@ -15,7 +15,8 @@ from typing import Any
 from hvd_hetero import __version__
 
 from .environment import fused_bytes, gloo_allreduce, repairs
-from .port import Engine, gather_text
+from .payload import gather_text
+from .port import Engine
 from .stderr import tell
 
 PACKAGES = ("horovod", "numpy")  # packages to compare, besides the framework

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 
 from hvd_hetero.engine import binding
-from hvd_hetero.engine.port import Engine, broadcast_bytes, broadcast_in_pieces, gather_bytes, rotating_name
+from hvd_hetero.engine.payload import broadcast_bytes, broadcast_in_pieces, gather_bytes
+from hvd_hetero.engine.port import Engine, rotating_name
 from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
 from . import backend

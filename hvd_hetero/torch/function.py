@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.environment import waits_without_spinning
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.engine.port import broadcast_bytes, gather_bytes
+from hvd_hetero.engine.payload import broadcast_bytes, gather_bytes
 from hvd_hetero.engine.sleep import wait_until
 
 from .plain import load_in_place

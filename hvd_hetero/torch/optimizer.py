@@ -95,10 +95,10 @@ def DistributedOptimizer(
     from .hooks import release
     from .reducer import GradientReducer
 
-    check_process_set(process_set)
     if balancer is None and topology is None and strategy == "synchronous" and not is_ours(compression):
         optimizer = _checked(optimizer, named_parameters)
         codecs_of(compression)
+        check_process_set(process_set)
         check_no_factor(optimizer)
         release(p for group in optimizer.param_groups for p in group["params"])
         return plain_optimizer(

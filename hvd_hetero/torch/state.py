@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.engine.port import Engine, broadcast_bytes, gather_text
+from hvd_hetero.engine.payload import broadcast_bytes, gather_text
+from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.statistic import merge_statistics
 
 from .content import SAFE, loaded, saved

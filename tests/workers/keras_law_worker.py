@@ -17,7 +17,7 @@ import numpy as np
 from checks import end_datasets_at_once, expect, time_quickly
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine import port
+from hvd_hetero.engine import payload, port
 from hvd_hetero.keras import backend
 
 WHOLE, STEPS = 24, 20
@@ -428,13 +428,13 @@ def functions():
     model.set_weights([w + rank for w in weights_of(model)])
     hvd.broadcast_variables(model.variables, root_rank=0, inplace=True)
     same_on_all(weights_of(model))
-    whole, port.PIECE_BYTES = port.PIECE_BYTES, 60
+    whole, payload.PIECE_BYTES = payload.PIECE_BYTES, 60
     model.set_weights([w + rank for w in weights_of(model)])
     expected = hvd.allgather_object(weights_of(model))[1]
     hvd.broadcast_variables(model.variables, root_rank=1)
     assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), expected, strict=True)), "in pieces"
     assert hvd.broadcast_object([rank] * 100, root_rank=1) == [1] * 100
-    port.PIECE_BYTES = whole
+    payload.PIECE_BYTES = whole
 
 
 def operations_without_a_name_leave_nothing_behind():

@@ -21,7 +21,7 @@ import hvd_hetero.torch as hvd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from contract import check_engine
 
-from hvd_hetero.engine import environment, port
+from hvd_hetero.engine import environment, payload
 from hvd_hetero.engine.build import installed_build
 from hvd_hetero.engine.horovod import HorovodEngine
 
@@ -232,7 +232,7 @@ def objects_of_any_type():
 
 def objects_in_pieces():
     """What is longer than one operation should be."""
-    whole, port.PIECE_BYTES = port.PIECE_BYTES, 1000
+    whole, payload.PIECE_BYTES = payload.PIECE_BYTES, 1000
     try:
         for number in (0, 1, 1000):
             mine = {"rank": hvd.rank(), "values": list(range(number))}
@@ -244,11 +244,11 @@ def objects_in_pieces():
             engine = HorovodEngine()
             expect(
                 "Mismatched",
-                lambda array=array, engine=engine: port.broadcast_in_pieces(engine, array, root=0, name="unlike"),
+                lambda array=array, engine=engine: payload.broadcast_in_pieces(engine, array, root=0, name="unlike"),
                 kind=engine.failure,
             )
     finally:
-        port.PIECE_BYTES = whole
+        payload.PIECE_BYTES = whole
     expect("root_rank: expected one of", lambda: hvd.broadcast_object(None, root_rank=hvd.size()))
 
 

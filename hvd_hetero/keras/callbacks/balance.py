@@ -10,7 +10,8 @@ import keras
 import numpy as np
 
 from hvd_hetero.engine import script
-from hvd_hetero.engine.port import gather_text, rotating_name
+from hvd_hetero.engine.payload import gather_text
+from hvd_hetero.engine.port import rotating_name
 from hvd_hetero.optimizers.balancer import check_balancer
 from hvd_hetero.optimizers.latency_lr import LatencyLR, Rule, agreed_latency_lr, rule_for
 from hvd_hetero.trace.own import own_trace
