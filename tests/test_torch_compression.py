@@ -12,7 +12,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import horovod.torch as horovod
 
 import hvd_hetero.torch as hvd
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.replan import Plan
@@ -184,6 +184,10 @@ def _optimizer(**options):
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), **options)
 
 
+def _balanced(**options):
+    return _optimizer(balancer=hvd.Balancer(4, engine=SoloEngine()), **options)
+
+
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: hvd.Compression.int8(), "Leave the parentheses out"),
     (lambda: hvd.Compression.powersgd(1.5), "rank: expected an integer of at least 1. Received: 1.5"),
@@ -197,13 +201,13 @@ def _optimizer(**options):
     (lambda: _optimizer(compression="int8"), "compression: expected an object with compress"),
     (lambda: _optimizer(compression=hvd.Compression.int4), "int4.*Call it: what it returns is one"),
     (lambda: _optimizer(compression=None), "compression: expected an object with compress"),
-    (lambda: _optimizer(topology="flat", bucket_bytes=1.5), "bucket_bytes: expected an integer of at least 1"),
-    (lambda: _optimizer(topology="flat", op=hvd.Adasum), "Received: hvd.Adasum"),
-    (lambda: _optimizer(topology="flat", num_groups=-3), "num_groups: expected an integer of at least 0"),
-    (lambda: _optimizer(topology="flat", groups=-1), "groups: expected an integer of at least 0"),
-    (lambda: _optimizer(topology="flat", groups="x"), "groups: expected a whole number or lists of parameters"),
-    (lambda: _optimizer(topology="flat", groups=[nn.Parameter(torch.ones(1))]), "groups: expected a whole number or"),
-    (lambda: _optimizer(topology="flat", groups=[[p := nn.Parameter(torch.ones(1))], [p]]), "each parameter in one"),
+    (lambda: _balanced(bucket_bytes=1.5), "bucket_bytes: expected an integer of at least 1"),
+    (lambda: _balanced(op=hvd.Adasum), "Received: hvd.Adasum"),
+    (lambda: _balanced(num_groups=-3), "num_groups: expected an integer of at least 0"),
+    (lambda: _balanced(groups=-1), "groups: expected an integer of at least 0"),
+    (lambda: _balanced(groups="x"), "groups: expected a whole number or lists of parameters"),
+    (lambda: _balanced(groups=[nn.Parameter(torch.ones(1))]), "groups: expected a whole number or"),
+    (lambda: _balanced(groups=[[p := nn.Parameter(torch.ones(1))], [p]]), "each parameter in one"),
     (lambda: gradients((6, 6), topology="rails", compression=hvd.Compression.powersgd(1)), "takes whole matrices"),
     (lambda: gradients((6, 6), topology="scatter", compression=hvd.Compression.powersgd(1)), "takes whole matrices"),
     (lambda: hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8), "in Horovod's functions. Received: int8"),
