@@ -54,6 +54,12 @@ def check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
         )
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError for an `optimizer=` that is none, as a model."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
+
+
 def check_named_parameters(named: Any) -> None:
     """Raises TypeError for what holds no names and parameters, as a model by itself, which Horovod would iterate over.
     """

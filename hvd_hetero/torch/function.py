@@ -23,6 +23,7 @@ from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.payload import broadcast_bytes, gather_bytes
 from hvd_hetero.engine.sleep import wait_until
 
+from .argument import check_optimizer
 from .plain import load_in_place
 
 _pickle: Any = horovod.torch.functions.cloudpickle
@@ -135,8 +136,7 @@ def broadcast_optimizer_state(
     then differ from rank 0's. Adam, which counts its steps, begins here as in one process; after Horovod's function the
     first step of a job counts as the second, and is shorter.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
+    check_optimizer(optimizer)
     tensors: list[torch.Tensor] = []
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
 

@@ -17,7 +17,15 @@ from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.routing import Routing, arguments_heard
 from hvd_hetero.policy.topology import Topology
 
-from .argument import check_devices, check_named_parameters, check_names, described, groups_of, numbered
+from .argument import (
+    check_devices,
+    check_named_parameters,
+    check_names,
+    check_optimizer,
+    described,
+    groups_of,
+    numbered,
+)
 from .compression import codecs_of, is_ours
 from .factor import BALANCED, PLACE, check_no_factor, reduces, root_of
 from .methods import Distributed, methods_of
@@ -205,8 +213,7 @@ def _checked(optimizer: torch.optim.Optimizer, named_parameters: Any) -> torch.o
     Raises:
         TypeError, ValueError: it is no optimizer, one of Horovod's own, or one of parameters where Horovod cannot go.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
+    check_optimizer(optimizer)
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError(
             "optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer of Horovod's own. "
