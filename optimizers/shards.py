@@ -6,13 +6,14 @@ of its stream, so streams are begun anew where they end, and an epoch is a numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .agreement import agree_on
 from .argument import check_whole
 from .balancer import Balancer
 from .sampler import agreement_of
-from .stream import Order, StreamSampler
+from .stream import Order, Place, Start, StreamSampler
 
 SHARDS = "streams of the ranks' own (sharded=True)"
 
@@ -27,16 +28,21 @@ def check_steps(steps: int | None) -> None:
     check_whole("steps_per_epoch", steps, least=1)
 
 
-def check_no_steps(steps: int | None, *, instead: str = "") -> None:
-    """Raises TypeError if the length of an epoch is given for data that has one itself.
+def check_unsharded(steps: int | None, resumes: bool, *, instead: str = "") -> None:
+    """Raises TypeError for arguments that are for streams of the ranks' own alone.
 
     Args:
-        instead: what to do, for the error.
+        instead: what to do in place of giving `steps`, for the error.
     """
     if steps is not None:
         raise TypeError(
             "steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
             f"{steps!r}.{instead}"
+        )
+    if not resumes:
+        raise TypeError(
+            "resumes: expected True, as a state has the place in the data, except with sharded=True. Received: "
+            f"{resumes!r}. To begin the data anew, load no state into it."
         )
 
 
@@ -49,14 +55,30 @@ class ShardSampler(StreamSampler):
         balancer: gives the shares.
         seed: random numbers that are drawn while reading are seeded with it.
         lookahead: how many batches may be ordered before they are used.
+        readers: the number of this rank's reading processes, which take turns, in each epoch from the first on.
+        resumes: whether the state of a rank has the place in its stream.
+
+    Attributes:
+        passed_over: how many orders of the present iteration come before the first of a batch.
 
     Raises:
         TypeError: `balancer` is not a balancer.
         ValueError: on every rank, when arguments differ between ranks or are wrong.
     """
 
-    def __init__(self, steps: int | None, *, balancer: Balancer, seed: int, lookahead: int) -> None:
-        self._asked = steps
+    def __init__(
+        self,
+        steps: int | None,
+        *,
+        balancer: Balancer,
+        seed: int,
+        lookahead: int,
+        readers: int = 1,
+        resumes: bool = True,
+    ) -> None:
+        self._asked, self._readers, self._resumes = steps, readers, resumes
+        self._start = Start(0, {})  # with the places after the batch in use
+        self._ranks: tuple[int, int] | None = None  # the rank whose places these are, and how many there are
         super().__init__(None, balancer=balancer, seed=seed, drop_last=False, workers=0, lookahead=lookahead)
 
     def _agree(self) -> None:
@@ -65,13 +87,44 @@ class ShardSampler(StreamSampler):
         check_steps(self._asked)  # the same on all ranks by now
         self.steps = int(self._asked or 0)
         self.length = self.steps * self.balancer.global_batch_size
+        ranks = self.balancer.rank, self.balancer.size
+        if ranks != self._ranks:  # in an elastic job other ranks have other streams
+            self._ranks, self._start = ranks, Start(self._start.number + 1, {})
+
+    def begin(self) -> bool:
+        """Begins an iteration. Returns False if nothing of the epoch is left."""
+        goes_on = super().begin()
+        self.passed_over = self.position % self._readers
+        return goes_on
 
     def orders(self) -> Iterator[Order]:
-        """Yields the orders of an iteration: one for each global batch that is left of the epoch."""
-        run, epoch = self.run, self.epoch
+        """Yields the orders of an iteration: one for each global batch that is left of the epoch. First come those with
+        which readers pass over their turns in the batches used before, so that each takes the turns that it would have
+        had in an uninterrupted epoch."""
+        run, epoch, rank, start = self.run, self.epoch, self.balancer.rank, self._start
+        for _ in range(self.passed_over):
+            yield Order(run, epoch, rank, None, start)
         for ordered in range(self.steps - self.position):
             shares = self.balancer.deal(self.balancer.step + 1 + ordered - self._answers).shares
-            yield Order(run, epoch, self.balancer.rank, tuple(shares))
+            yield Order(run, epoch, rank, tuple(shares), start)
+
+    def reached(self, reader: int, place: Place) -> None:
+        """Says where in its stream a reader is after the batch that is in use now."""
+        if self._resumes:
+            self._start = Start(self._start.number, {**self._start.places, reader: place})
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The places of this rank's readers in their streams: [reader, pass, samples used] of each."""
+        if not self._resumes:
+            return {}
+        places = [[reader, *place] for reader, place in self._start.places.items()]
+        return {"ranks": self._ranks, "readers": self._readers, "places": places}
+
+    def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the places of `state`, if it is that of this rank among as many, with as many readers."""
+        if self._resumes and state and (tuple(state["ranks"]), state["readers"]) == (self._ranks, self._readers):
+            places = {reader: Place(*place) for reader, *place in state["places"]}
+            self._start = Start(self._start.number + 1, places)
 
     @property
     def _order(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .agreement import agree_on
@@ -21,6 +21,31 @@ from .sampler import agreement_of
 A_STREAM = "a stream (IterableDataset)"
 
 
+class Place(NamedTuple):
+    """A place in a stream that is begun anew where it ends.
+
+    Attributes:
+        number: of the pass over the stream.
+        used: samples of this pass that were used.
+    """
+
+    number: int
+    used: int
+
+
+class Start(NamedTuple):
+    """Where readers are to begin, or to go on.
+
+    Attributes:
+        number: another one whenever places were loaded, or readers have to be begun anew. A reader goes to its place
+            once for each number.
+        places: by the number of the reader; one without an entry begins its stream.
+    """
+
+    number: int
+    places: Mapping[int, Place]
+
+
 class Order(NamedTuple):
     """Tells a reader (a loading process, or this one) to read the next global batch of its stream.
 
@@ -29,12 +54,14 @@ class Order(NamedTuple):
         epoch: the epoch of that iteration.
         rank: the rank whose samples are kept.
         shares: the shares of all ranks in this batch. None: the batch was used before a checkpoint, and is skipped.
+        start: where readers of a stream that is this rank's own begin.
     """
 
     run: int
     epoch: int
     rank: int
     shares: tuple[int, ...] | None
+    start: Start | None = None
 
 
 class StreamSampler:

@@ -14,6 +14,7 @@ from keras_samples import SHARES, WHOLE, Balancer, Batches, Keras, used
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.shards import ShardSource
+from hvd_hetero.optimizers.stream import Place
 
 LENGTHS = (40, 7, 13)
 
@@ -27,6 +28,9 @@ class Stream:
     def batch(self, size):
         self.size = size
         return self
+
+    def skip(self, count):
+        return Stream(itertools.islice(self.samples, count, None))
 
     def as_numpy_iterator(self):
         samples = iter(self.samples)
@@ -59,7 +63,10 @@ def shards(samples, balancer, **options):
     )
 
 
-@pytest.mark.parametrize("form", [tf_data, Numbers, lambda samples: lambda epoch: Numbers(samples)])
+FORMS = pytest.mark.parametrize("form", [tf_data, Numbers, lambda samples: lambda epoch: Numbers(samples)])
+
+
+@FORMS
 def test_each_rank_takes_what_its_stream_yields_next_in_each_epoch(form):
     def program(engine):
         balancer = Balancer(engine, adaptive=False)
@@ -133,6 +140,69 @@ def test_a_stream_begins_anew_with_other_ranks():
     source.next(3)
     source.restart()
     assert source.next(2)[0].tolist() == [0, 1]
+
+
+@FORMS
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, prefetch):
+    """In passes of 13 samples over epochs of 4 batches of 8, whatever TensorFlow has read ahead."""
+    def dataset():
+        balancer = Balancer(SoloEngine())
+        return shards(form(list(range(13))), balancer), balancer
+
+    def some(data, balancer, stop):
+        seen = []
+        for number, batch in enumerate(Keras(data, prefetch=prefetch).epoch(), start=1):
+            seen += batch[0].astype(int).tolist()
+            balancer.exchange(len(batch[0]))
+            if number == stop:
+                return seen
+
+    expected = list(itertools.islice(itertools.cycle(range(13)), 9 * WHOLE))
+    for stop in range(1, 5):
+        data, balancer = dataset()
+        seen = some(data, balancer, stop)
+        state = data.state_dict(), balancer.stateful_parts.own_state_dict()
+        data, balancer = dataset()
+        data.load_state_dict(state[0])
+        balancer.stateful_parts.load_own_state_dict(state[1])
+        seen += some(data, balancer, 3)
+        state = data.state_dict(), balancer.stateful_parts.own_state_dict()
+        ahead = some(data, balancer, 2)
+        data.load_state_dict(state[0])
+        balancer.stateful_parts.load_own_state_dict(state[1])  # goes back, as an elastic job does
+        assert some(data, balancer, 2) == ahead
+        assert seen + ahead == expected[: (stop + 5) * WHOLE]
+
+
+def test_a_place_is_of_one_rank_among_as_many():
+    balancer = Balancer(SoloEngine())
+    data = shards(Numbers(range(100)), balancer)
+    used(data, balancer)
+    (name, place), = balancer.stateful_parts.own_state_dict().items()
+    for other in ({"ranks": (0, 2)}, {"ranks": (1, 1)}, {}):
+        balancer = Balancer(SoloEngine())
+        data = shards(Numbers(range(100)), balancer)
+        balancer.stateful_parts.load_own_state_dict({name: {**place, **other}})
+        assert used(data, balancer)[0] == (0 if other else 4 * WHOLE)
+
+
+def test_a_stream_that_is_not_to_resume_has_no_place():
+    balancer = Balancer(SoloEngine())
+    data = shards(Numbers(range(100)), balancer, resumes=False)
+    used(data, balancer)
+    assert list(balancer.stateful_parts.own_state_dict().values()) == [{}]
+    with pytest.raises(TypeError, match="resumes: expected True, as a state has the place"):
+        BalancedDataset(np.ones(8), balancer=balancer, resumes=False)
+
+
+def test_a_stream_that_has_become_shorter_is_begun_anew():
+    source = ShardSource(Numbers(range(9)), steps=1, global_batch_size=WHOLE, rows=2)
+    source.go_to(Place(2, 10))
+    source.rewind(1)
+    assert source.next(4, run=1)[0].tolist() == [0, 1, 2, 3] and source.place == Place(3, 0)
+    source.use(1)
+    assert source.place == Place(3, 4)
 
 
 def test_nested_samples_keep_together():

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.attachment import PeerError
-from hvd_hetero.optimizers.stream import Order
+from hvd_hetero.optimizers.stream import Order, Start
 
 hvd = pytest.importorskip("hvd_hetero.torch")
 
@@ -112,21 +112,27 @@ def test_a_rank_without_a_share_trains_with_none(workers):
 def test_the_sample_that_stands_for_none_is_the_next_one():
     loader = Job(SoloEngine(), Shard(0, 5), steps_per_epoch=1).loader
     reader = loader.loader.dataset
-    batches = [reader[Order(1, 0, 0, shares)] for shares in ((0, 16), (0, 16), (3, 13), (0, 16), (4, 12))]
+    batches = [reader[Order(1, 0, 0, shares, Start(0, {}))] for shares in ((0, 16), (0, 16), (3, 13), (0, 16), (4, 12))]
     assert [read.batch[:, 0].tolist() for read in batches] == [[0], [0], [0, 1, 2], [3], [3, 4, 0, 1]]
     assert [read.used for read in batches] == [0, 0, 3, 0, 4]
 
 
-def test_a_rank_that_has_another_number_begins_its_stream_anew():
+@WORKERS
+def test_a_rank_among_others_begins_its_stream_anew(workers):
     """As the streams of an elastic job are others, once its ranks are."""
-    reader = Job(SoloEngine(), Shard(0, 50), steps_per_epoch=1).loader.loader.dataset
-    places = [(0, (2, 2)), (0, (3, 1)), (1, (3, 1)), (1, (3, 1)), (1, (2, 1, 1))]
-    batches = [reader[Order(1, 0, rank, shares)].batch[:, 0].tolist() for rank, shares in places]
-    assert batches == [[0, 1], [2, 3, 4], [0], [1], [0]]
+    resets = []
+    engine = SoloEngine()
+    engine.on_reset_end = resets.append
+    job = Job(engine, Shard(0, 50), steps_per_epoch=1, num_workers=workers)
+    first = [job.epoch()[0][0]]
+    job.balancer.size = 2
+    for reset in resets[1:]:  # the first is the balancer's own
+        reset()
+    assert first + [job.epoch()[0][0] for _ in range(2)] == [0, 0, WHOLE * max(1, workers)]
 
 
-def test_loading_processes_begin_anew_once_ranks_are_others():
-    """They were forked with the ranks of an elastic job as these were."""
+def test_loading_processes_are_begun_anew_with_an_elastic_job_and_go_on():
+    """They were forked with the ranks of the job as these were."""
     rank = [0]
 
     class Forked(IterableDataset):
@@ -142,7 +148,86 @@ def test_loading_processes_begin_anew_once_ranks_are_others():
     seen.append(job.epoch()[0][0])
     resets[-1]()
     seen.append(job.epoch()[0][0])
-    assert seen == [0, WHOLE, 1000]
+    assert seen == [0, WHOLE, 1000 + 2 * WHOLE]
+
+
+class Shuffled(Shard):
+    """The numbers in an order that is drawn while they are read, another one in each pass."""
+
+    def __iter__(self):
+        left = list(super().__iter__())
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
+def kept(job):
+    """What a checkpoint keeps of a loader: what all ranks share, and what is this rank's own."""
+    return job.loader.state_dict(), job.balancer.stateful_parts.own_state_dict()
+
+
+def resume(job, state):
+    job.loader.load_state_dict(state[0])
+    job.balancer.stateful_parts.load_own_state_dict(state[1])
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("epochs, stop", [(0, 0), (0, 3), (1, 2), (2, 4)])
+def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(workers, epochs, stop):
+    """In passes of 37 samples over epochs of 5 batches of 16, so that it stops in passes 0 to 6."""
+    def job():
+        return Job(SoloEngine(), Shuffled(0, 37), steps_per_epoch=5, num_workers=workers)
+
+    whole = job()
+    expected = sum((whole.epoch() for _ in range(epochs + 2)), [])
+    first = job()
+    before = sum((first.epoch() for _ in range(epochs)), []) + first.epoch(stop=stop)
+    again = job()
+    resume(again, pickle.loads(pickle.dumps(kept(first))))
+    after = again.epoch() + again.epoch()
+    assert (len(before), len(after)) == (5 * epochs + stop + 1, 2 * 5 - stop - 1)
+    assert before + after == expected
+
+
+@WORKERS
+def test_a_rank_that_goes_back_to_a_commit_reads_again_what_came_after_it(workers):
+    job = Job(SoloEngine(), Shuffled(0, 500), steps_per_epoch=6, num_workers=workers)
+    job.epoch(stop=1)
+    state = kept(job)
+    job.loader.set_epoch(0)
+    resume(job, state)
+    first = job.epoch(stop=2)
+    resume(job, state)
+    assert job.epoch()[:3] == first
+
+
+def test_places_are_of_one_rank_among_as_many_with_as_many_processes():
+    job = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2)
+    job.epoch()
+    shared, own = kept(job)
+    (name, places), = own.items()
+    for other in ({"ranks": (0, 2)}, {"ranks": (1, 1)}, {"readers": 2}):
+        again = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2)
+        resume(again, (shared, {name: {**places, **other}}))
+        assert again.epoch()[0][0] == 0
+    again = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2)
+    resume(again, (shared, own))
+    assert again.epoch()[0][0] == 2 * WHOLE
+
+
+def test_a_stream_that_is_not_to_resume_begins_anew():
+    job = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2, resumes=False)
+    job.epoch()
+    again = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2, resumes=False)
+    resume(again, kept(job))
+    assert again.epoch()[0][0] == 0
+
+
+def test_a_stream_that_has_become_shorter_is_begun_anew():
+    job = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2)
+    job.epoch()
+    again = Job(SoloEngine(), Shard(0, 20), steps_per_epoch=2)
+    resume(again, kept(job))
+    assert again.epoch()[0] == list(range(WHOLE))
 
 
 @WORKERS
@@ -227,6 +312,7 @@ def test_what_reads_can_be_sent_to_another_process():
     ([{}, {}], "steps_per_epoch: expected the number of global batches of an epoch"),
     ([{"steps_per_epoch": 3, "shuffle": True}] * 2, "shuffle: expected False or none for an IterableDataset"),
     ([{"steps_per_epoch": 3, "sharded": False}] * 2, "steps_per_epoch: expected none"),
+    ([{"resumes": False, "sharded": False}] * 2, "resumes: expected True, as a state has the place in the data"),
 ])
 def test_wrong_arguments_raise_on_all_ranks(options, text):
     def program(engine):

@@ -176,6 +176,35 @@ def test_who_joins_gets_what_others_have_made_before_they_trained():
     assert World(3).run(program) == [(2, 3, 4)] * 3
 
 
+class Own(Count):
+    """Something of which a part is each rank's own, as the place in its stream."""
+
+    def __init__(self, balancer, value, own):
+        self.own = own
+        super().__init__(balancer, value)
+
+    def own_state_dict(self):
+        return {"own": self.own}
+
+    def load_own_state_dict(self, state):
+        self.own = state["own"]
+
+
+def test_what_is_a_ranks_own_goes_back_to_a_commit_and_is_sent_to_no_other():
+    def program(engine):
+        balancer = Balancer(engine, global_batch_size=WHOLE)
+        state = JobState({"balancer": balancer}, horovod=Ranks(engine))
+        Count(balancer)  # has none
+        part = Own(balancer, engine.rank, f"of rank {engine.rank}")
+        state.sync()
+        state.save()
+        part.value, part.own = 7, "later"
+        state.restore()
+        return part.value, part.own
+
+    assert World(2).run(program) == [(0, "of rank 0"), (0, "of rank 1")]
+
+
 class Sum:
     """Of the gradients of some batches."""
 

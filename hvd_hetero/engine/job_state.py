@@ -43,6 +43,7 @@ class Saved:
         codecs: for each balancer the whole state of this rank's codecs, residuals included.
         residuals: for each balancer the residuals alone, by optimizer, which any set of ranks can take over.
         accumulated: for each balancer the gradients accumulated over batches, which are not exchanged yet.
+        streams: for each balancer the places of this rank in streams of its own.
     """
 
     parts: dict[str, Any]
@@ -50,6 +51,7 @@ class Saved:
     codecs: list[Any]
     residuals: list[dict[str, Any]]
     accumulated: list[Any]
+    streams: list[Any]
 
 
 class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
@@ -146,6 +148,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             codecs=copy.deepcopy(self.codec_states()),
             residuals=[{name: keeper.residuals() for name, keeper in named.items()} for named in keepers],
             accumulated=self.sum_states(),
+            streams=self.stream_states(),
         )
 
     def _values(self) -> dict[str, Any]:
@@ -232,6 +235,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             setattr(self, name, _copied(value))
         self.load_sum_states(self._saved.accumulated)
         self.load_codec_states(copy.deepcopy(self._saved.codecs))
+        self.load_stream_states(self._saved.streams)
 
     def sync(self) -> None:
         """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
@@ -343,6 +347,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         `states` has no entry drops what it has accumulated."""
         for index, balancer in enumerate(self._balancers):
             balancer.sums.load_state_dict(states[index] if index < len(states) else {})
+
+    def stream_states(self) -> list[Any]:
+        """Returns this rank's places in streams that are its own: one entry for each balancer."""
+        return [balancer.stateful_parts.own_state_dict() for balancer in self._balancers]
+
+    def load_stream_states(self, states: Sequence[Any]) -> None:
+        """Loads what `stream_states` returned on the rank of this number in a job of as many ranks."""
+        for balancer, state in zip(self._balancers, states, strict=False):
+            balancer.stateful_parts.load_own_state_dict(state)
 
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Loads what `shared_state` returned, and saves it for `restore`. With a local strategy a collective call.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -10,7 +10,8 @@ import keras
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
-from hvd_hetero.optimizers.shards import check_no_steps
+from hvd_hetero.optimizers.shards import check_unsharded
+from hvd_hetero.optimizers.stream import Place
 
 from . import backend
 from .ahead import Ahead
@@ -71,6 +72,8 @@ class BalancedDataset(UntunedDataset):
             its share says, so that a fast one uses up more; streams go on from one epoch to the next, and are begun
             anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
+        resumes: with `sharded`, whether a rank that goes on from a checkpoint reads what it has used of the present
+            pass, and drops it; or else begins its stream anew.
         workers: threads that load ahead; 0 for none.
         use_multiprocessing: makes them processes, for loading that keeps Python busy.
 
@@ -91,6 +94,7 @@ class BalancedDataset(UntunedDataset):
         drop_last: bool = False,
         sharded: bool = False,
         steps_per_epoch: int | None = None,
+        resumes: bool = True,
         workers: int = 0,
         use_multiprocessing: bool = False,
     ) -> None:
@@ -99,7 +103,7 @@ class BalancedDataset(UntunedDataset):
         with arguments_heard(balancer):
             if not sharded:
                 instead = " Where only the epochs of fit are to be shorter, give it to fit."
-                check_no_steps(steps_per_epoch, instead=instead)
+                check_unsharded(steps_per_epoch, resumes, instead=instead)
             check_whole("workers", workers, least=0)
             self._source = _source_of(
                 x, y, sample_weight, sharded=sharded, steps_per_epoch=steps_per_epoch, balancer=balancer
@@ -123,8 +127,9 @@ class BalancedDataset(UntunedDataset):
             block=self._source.block,
             checksum=content,
         )
-        if isinstance(self._source, ShardSource):
-            balancer.engine.on_reset_end(self._source.restart)
+        self._resumes, self._ranks = resumes, (balancer.rank, balancer.size)
+        if sharded:
+            balancer.engine.on_reset_end(self._restart)
         self._ahead = Ahead(self._source, workers=workers, use_processes=use_multiprocessing)
         self._fresh = True  # whether reading is yet to begin: batches read until then are only looked at
         self._ahead_of_use = False  # whether TensorFlow reads batches while others are in use
@@ -343,3 +348,22 @@ class BalancedDataset(UntunedDataset):
         `KerasState.fit` ends it where the epoch of the data ends."""
         self.sampler.load_state_dict(state)
         self._fresh, self._at = True, None
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The place of this rank in a stream of its own, if it has one and `resumes`."""
+        if not isinstance(self._source, ShardSource) or not self._resumes:
+            return {}
+        self._count_used()
+        return {"ranks": self._ranks, "place": place} if (place := self._source.place) else {}
+
+    def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the place of `state`, if it is that of this rank among as many."""
+        if isinstance(self._source, ShardSource) and state and tuple(state["ranks"]) == self._ranks:
+            self._source.go_to(Place(*state["place"]))
+
+    def _restart(self) -> None:
+        """Begins the stream anew, if an elastic job's ranks are others now: they have other streams."""
+        ranks = self.balancer.rank, self.balancer.size
+        if isinstance(self._source, ShardSource) and ranks != self._ranks:
+            self._source.restart()
+        self._ranks = ranks

@@ -169,10 +169,10 @@ class KerasState(JobState):
 
     def own_content(self) -> bytes:
         """This rank's own part of a checkpoint: statistics of its samples, random states, what codecs have kept back,
-        and gradients that are added up."""
+        gradients that are added up, and places in streams."""
         parts = {name: part for name, part in self._parts.items() if isinstance(part, Variables)}
         variables = {name: part.own_state() for name, part in parts.items()}
-        kept = {"kept": self.codec_states(), "added": self.sum_states()}
+        kept = {"kept": self.codec_states(), "added": self.sum_states(), "streams": self.stream_states()}
         return saved({"random": random_state(), "variables": variables, **kept})
 
     def load_shared_content(self, content: bytes) -> None:
@@ -188,6 +188,7 @@ class KerasState(JobState):
             self._parts[name].load_own_state(values)
         self.load_codec_states(state.get("kept", ()))
         self.load_sum_states(state.get("added", ()))
+        self.load_stream_states(state.get("streams", ()))
         self.save()
 
 

@@ -11,9 +11,12 @@ import keras
 import numpy as np
 
 from hvd_hetero.optimizers.shards import check_steps
+from hvd_hetero.optimizers.stream import Place
 
 from .batch import Batch, joined, packed, rows_in, stacked
 from .stream import check_samples, is_function, is_tf_data, let_go, read
+
+BETWEEN_RUNS = -2  # no number of a run
 
 
 class ShardSource:
@@ -41,6 +44,9 @@ class ShardSource:
             _check(samples)
         self._samples, self._length, self._rows = samples, int(steps or 0) * global_batch_size, rows
         self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
+        self._next: Place | None = None  # the place at which the stream is to be begun, if that is given
+        self._begun: list[tuple[int, int]] = []  # of each pass, the number, and `_taken` before its first sample
+        self._taken = self._in_use = 0  # samples read, and samples of batches in use, of all passes
         self._waiting: list[Batch] = []  # samples that were read, and are in no batch yet
         self._given: list[Batch] = []  # the samples of batches that may not be in use yet, the oldest batch first
         self._run, self._used = 0, 0  # the present run, and how many batches of it were used
@@ -77,7 +83,18 @@ class ShardSource:
         with self._lock:
             more = max(0, batches - self._used)
             self._used += more
+            self._in_use += sum(map(rows_in, self._given[:more]))
             del self._given[:more]
+
+    @property
+    def place(self) -> Place | None:
+        """The place after the samples that are in use; None if nothing was read."""
+        with self._lock:
+            while len(self._begun) > 1 and self._begun[1][1] <= self._in_use:
+                del self._begun[0]
+            if self._begun:
+                return Place(self._begun[0][0], self._in_use - self._begun[0][1])
+            return self._next
 
     def rewind(self, run: int) -> None:
         """Begins a run of reading: the samples of all batches that it gave and that are not in use are the next ones
@@ -89,24 +106,32 @@ class ShardSource:
 
     def restart(self) -> None:
         """Begins the stream anew with the next batch, as when the ranks of an elastic job are others."""
+        self.go_to(None)
+
+    def go_to(self, place: Place | None) -> None:
+        """Goes on from `place` with the next batch; None: from the beginning of a new pass."""
         with self._lock:
             self._waiting.clear()
             self._given.clear()
+            self._begun.clear()
+            self._taken = self._in_use = 0
+            self._run, self._next = BETWEEN_RUNS, place  # who still reads for the run before takes nothing
             self._end()
 
     def _read(self, count: int, epoch: int) -> int:
         """Has more samples wait, at least one: about `count`. Returns how many."""
-        begun = self._more is None
         if self._more is None:
-            self._pass = max(self._pass + 1, epoch)
+            (self._pass, skipped), self._next = self._next or (max(self._pass + 1, epoch), 0), None
             samples = self._samples(self._pass) if is_function(self._samples) else self._samples
-            self._more = self._reader(_check(samples))
+            self._more = self._reader(_check(samples), skipped)
+            self._begun.append((self._pass, self._taken - skipped))
         batch = self._more(count)
         if batch is not None:
             self._waiting.append(batch)
+            self._taken += rows_in(batch)
             return rows_in(batch)
         self._end()
-        if begun:
+        if self._taken == self._begun[-1][1]:
             raise ValueError(
                 "Expected samples from the stream of every rank, each time that it is begun. Received: none. Give each "
                 "rank some of the data, and no generator, which is over after one pass, but a function of the epoch "
@@ -114,12 +139,12 @@ class ShardSource:
             )
         return 0
 
-    def _reader(self, samples: Any) -> Callable[[int], Batch | None]:
-        """A function that reads on, about so many samples; it returns None at the end."""
+    def _reader(self, samples: Any, skipped: int) -> Callable[[int], Batch | None]:
+        """A function that reads on after `skipped` samples, about so many; it returns None at the end."""
         if is_tf_data(samples):
-            stream = samples.batch(self._rows).as_numpy_iterator()
+            stream = (samples.skip(skipped) if skipped else samples).batch(self._rows).as_numpy_iterator()
             return lambda count: read(stream)
-        singles: Iterator[Any] = iter(samples)
+        singles: Iterator[Any] = itertools.islice(samples, skipped, None)
 
         def more(count: int) -> Batch | None:
             taken = [packed(sample) for sample in itertools.islice(singles, count)]

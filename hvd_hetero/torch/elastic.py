@@ -100,11 +100,12 @@ class TorchState(JobState):
         return saved(self.shared_state())
 
     def own_content(self) -> bytes:
-        """This rank's own part of a checkpoint: statistics of its samples, states of random number generators, and
-        what codecs have kept back."""
+        """This rank's own part of a checkpoint: statistics of its samples, states of random number generators, what
+        codecs have kept back, and places in streams."""
         models = {name: part for name, part in self._parts.items() if isinstance(part, torch.nn.Module)}
         buffers = {name: dict(model.named_buffers()) for name, model in models.items()}
-        return saved({"random": random_state(), "buffers": buffers, "kept": self.codec_states()})
+        kept = {"kept": self.codec_states(), "streams": self.stream_states()}
+        return saved({"random": random_state(), "buffers": buffers, **kept})
 
     def load_shared_content(self, content: bytes) -> None:
         """Restores what `shared_content` returned. Raises ValueError if that is of another job."""
@@ -120,6 +121,7 @@ class TorchState(JobState):
                 if key in mine and mine[key].shape == value.shape:
                     mine[key].copy_(value)
         self.load_codec_states(state.get("kept", ()))
+        self.load_stream_states(state.get("streams", ()))
         self.save()
 
 

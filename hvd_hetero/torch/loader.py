@@ -13,7 +13,7 @@ from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, arguments_heard
-from hvd_hetero.optimizers.shards import ShardSampler, check_no_steps
+from hvd_hetero.optimizers.shards import ShardSampler, check_unsharded
 from hvd_hetero.optimizers.stream import StreamSampler
 from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
@@ -55,7 +55,9 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
 
 
-def _check_dataset(dataset: Any, *, sharded: bool, shuffle: bool | None, steps_per_epoch: int | None) -> None:
+def _check_dataset(
+    dataset: Any, *, sharded: bool, shuffle: bool | None, steps_per_epoch: int | None, resumes: bool
+) -> None:
     """Raises TypeError or ValueError for a dataset that cannot be dealt as the other arguments say."""
     streams = isinstance(dataset, IterableDataset)
     if sharded and not streams:
@@ -64,7 +66,7 @@ def _check_dataset(dataset: Any, *, sharded: bool, shuffle: bool | None, steps_p
             f"{type(dataset).__name__}. Of a map-style dataset give all to every rank, and leave sharded out."
         )
     if not sharded:
-        check_no_steps(steps_per_epoch)
+        check_unsharded(steps_per_epoch, resumes)
     if streams and shuffle:
         raise ValueError(
             "shuffle: expected False or none for an IterableDataset, whose samples have no numbers. Received: "
@@ -111,6 +113,8 @@ class BalancedDataLoader:
             batch as its share says, so that a fast rank uses up more; streams go on from one epoch to the next, and
             are begun anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
+        resumes: with `sharded`, whether a rank that goes on from a checkpoint reads what it has used of the present
+            pass, and drops it; or else begins its stream anew.
         shuffle: whether each epoch has an order of its own (default: True for a map-style dataset; an `IterableDataset`
             shuffles by itself).
         seed: of that order, and of what draws at random in loading processes.
@@ -133,6 +137,7 @@ class BalancedDataLoader:
         drop_last: bool = False,
         sharded: bool = False,
         steps_per_epoch: int | None = None,
+        resumes: bool = True,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         progress: bool = False,
@@ -147,7 +152,9 @@ class BalancedDataLoader:
             _check_arguments(arguments)
             check_whole("num_workers", num_workers, least=0)
             check_whole("prefetch_factor", prefetch_factor, least=1, optional=True)
-            _check_dataset(dataset, sharded=sharded, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
+            _check_dataset(
+                dataset, sharded=sharded, shuffle=shuffle, steps_per_epoch=steps_per_epoch, resumes=resumes
+            )
             DataLoader(dataset, num_workers=num_workers, **arguments)  # says what it cannot take
             self._bar = _progress_bar() if progress and balancer.rank == 0 else None
             lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
@@ -156,7 +163,14 @@ class BalancedDataLoader:
             if not streams:
                 content = checksum(whole_numbers(dataset))
         if sharded:
-            shards = ShardSampler(steps_per_epoch, balancer=balancer, seed=seed, lookahead=lookahead)
+            shards = ShardSampler(
+                steps_per_epoch,
+                balancer=balancer,
+                seed=seed,
+                lookahead=lookahead,
+                readers=max(1, num_workers),
+                resumes=resumes,
+            )
             self._feed: Feed = ShardFeed(dataset, sampler=shards, workers=num_workers, arguments=arguments)
         elif streams:
             stream = StreamSampler(

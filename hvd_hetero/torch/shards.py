@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hvd_hetero.optimizers.shards import ShardSampler
-from hvd_hetero.optimizers.stream import Order
+from hvd_hetero.optimizers.stream import Order, Place
 
 from .feed import Loaded, WorkerSeed, end_persistent, iterating, seed_of
 from .row import none_of
@@ -27,36 +27,48 @@ class _Reader:
     def __init__(self, dataset: IterableDataset[Any], *, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset = dataset
         self._collate, self._seed = collate, seed
-        self._reads_for: tuple[int, int] | None = None  # the rank, and how many there are
+        self._start = -1  # the number of the `Start` at which it was begun
+        self._next: Place | None = None  # the place at which the stream is to be begun, if that is given
         self._stream: Stream | None = None
         self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
+        self._taken = 0  # samples of this pass that were read
         self._waiting: list[Any] = []  # samples that were read, and are in no batch yet
 
     def __getitem__(self, order: Order) -> Read:
-        assert order.shares is not None
-        if self._reads_for != (order.rank, len(order.shares)):  # the ranks of an elastic job are others now
-            self._reads_for, self._stream = (order.rank, len(order.shares)), None
+        assert order.start is not None
+        if order.shares is None:
+            return Read(None, 0, 0, 0, 0)
+        worker = get_worker_info()
+        reader = 0 if worker is None else worker.id
+        if order.start.number != self._start:
+            self._start, self._next = order.start.number, order.start.places.get(reader)
+            self._stream = None
             self._waiting.clear()
         share = order.shares[order.rank]
         self._read(max(1, share), order)
         # A rank without a sample gets one, for the shape of the batch, that stays the next one.
         batch = self._collate(self._waiting[: max(1, share)])
         del self._waiting[:share]
-        return Read(batch, share, sum(order.shares), 0, 0)
+        return Read(batch, share, sum(order.shares), 0, reader, Place(self._pass, self._taken - len(self._waiting)))
+
+    def _begin(self, order: Order) -> Stream:
+        """Begins a pass over the stream, at the place given if there is one."""
+        (self._pass, self._taken), self._next = self._next or (max(self._pass + 1, order.epoch), 0), None
+        stream = Stream(self.dataset, seed=seed_of(self._seed, order.rank), epoch=self._pass, tells=True)
+        stream.skip(self._taken)
+        return stream
 
     def _read(self, count: int, order: Order) -> None:
         """Has at least `count` samples wait, beginning the stream anew where it ends."""
         while (missing := count - len(self._waiting)) > 0:
-            begun = self._stream is None
             if self._stream is None:
-                self._pass = max(self._pass + 1, order.epoch)
-                seed = seed_of(self._seed, order.rank)
-                self._stream = Stream(self.dataset, seed=seed, epoch=self._pass, tells=True)
+                self._stream = self._begin(order)
             read = self._stream.take([order.rank] * missing, order.rank)[0]
             self._waiting += read
+            self._taken += len(read)
             if len(read) < missing:
                 self._stream = None
-            if begun and not read:
+            if self._taken == 0:
                 raise ValueError(
                     "Expected samples from the stream of every rank, and of each of its loading processes "
                     f"(num_workers). Received: none from a stream of rank {order.rank}. Give each at least one file, "
@@ -68,7 +80,8 @@ class ShardFeed:
     """Loads as many samples of this rank's own stream as its share of each global batch says.
 
     The stream goes on from one epoch to the next, and is begun anew where it ends. With loading processes, each takes
-    its turn with a whole batch of this rank, as those of a `DataLoader` do, and they live on between epochs.
+    its turn with a whole batch of this rank, as those of a `DataLoader` do, and they live on between epochs. Those that
+    are begun anew, with an elastic job's ranks or from a checkpoint, go on where their streams were.
 
     Args:
         workers: loading processes; 0: this process loads itself.
@@ -96,6 +109,8 @@ class ShardFeed:
             return
         self._worker_seed.begin(seed_of(sampler.seed, sampler.epoch, sampler.position, sampler.balancer.rank))
         with iterating(self.loader) as source:
+            for _ in range(sampler.passed_over):
+                next(source)
             for _ in range(sampler.steps - sampler.position):
                 try:
                     read = next(source)
@@ -104,4 +119,5 @@ class ShardFeed:
                     raise
                 sampler.answered()
                 sampler.use(read.content)
+                sampler.reached(read.reader, read.place)
                 yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from hvd_hetero.optimizers.data_checksum import checksum_of_one
 from hvd_hetero.optimizers.dealer import owners
 from hvd_hetero.optimizers.draws import Draws, Generator
-from hvd_hetero.optimizers.stream import Order, StreamSampler
+from hvd_hetero.optimizers.stream import Order, Place, StreamSampler
 
 from .feed import Loaded, WorkerSeed, iterating, outliving, seed_of
 from .row import none_of
@@ -33,6 +34,7 @@ class Read(NamedTuple):
     whole: int  # samples over all ranks; 0 if the stream has ended
     content: int  # checksum of samples that should be the same on all ranks
     reader: int  # number of the loading process
+    place: Place = Place(0, 0)  # where that is in a stream of the rank's own, after this batch
 
 
 class _Reader:
@@ -117,6 +119,12 @@ class Stream:
                     mine.append(sample)
                 whole += 1
         return mine, first, whole, content
+
+    def skip(self, samples: int) -> None:
+        """Reads so many samples, and drops them."""
+        with self._draws():
+            for _ in itertools.islice(self._samples, samples):
+                pass
 
 
 def _seed_and_shard(pipe: Any, seed: int) -> None:

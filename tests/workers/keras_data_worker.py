@@ -765,7 +765,8 @@ def samples_of_tf_data():
 
 
 def samples_of_streams_of_the_ranks_own():
-    """As Horovod's scripts read them: dataset.shard(hvd.size(), hvd.rank()), without an end."""
+    """As Horovod's scripts read them: dataset.shard(hvd.size(), hvd.rank()), without an end. In the second epoch from
+    where another dataset of the same samples was."""
     import tensorflow as tf
 
     x, y = arrays()
@@ -776,8 +777,14 @@ def samples_of_streams_of_the_ranks_own():
         balancer = make_balancer()
         model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
         stream = samples.shard(size, rank).repeat()
-        data = hvd.BalancedDataset(stream, balancer=balancer, shuffle=False, sharded=True, steps_per_epoch=steps)
-        model.fit(data.as_tf_dataset() if as_tf else data, epochs=2, verbose=0)
+        parts = [
+            hvd.BalancedDataset(stream, balancer=balancer, shuffle=False, sharded=True, steps_per_epoch=steps)
+            for _ in range(2)
+        ]
+        model.fit(parts[0].as_tf_dataset() if as_tf else parts[0], verbose=0)
+        parts[1].load_state_dict(parts[0].state_dict())
+        parts[1].load_own_state_dict(parts[0].own_state_dict())
+        model.fit(parts[1].as_tf_dataset() if as_tf else parts[1], verbose=0)
         assert spread(model.get_weights()) == 0.0
         one = compile_model(make_model(), sgd())
         for batch in range(2 * steps):
