@@ -49,7 +49,7 @@ def _rank_table(report: Report, make: Any) -> Any:
     for index in sorted(_waited_for_longest(waits, MOST_ROWS)):
         rank, summary = ranks[index], report.summaries[index]
         part = report.parts[rank.rank]
-        share = str(rank.steps[-1].share) if rank.steps else "–"
+        share = str(rank.steps[-1].share) if len(rank.steps) else "–"
         last = percent_text(waits.last[index] / waits.steps) if waits.steps else "–"
         rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
                      *(percent_text(part[name]) for name in ("compute", "data", "wait", "rest")), last])
