@@ -552,6 +552,16 @@ def test_a_host_in_brackets_is_no_markup(tmp_path, capsys):
     assert "[/a]b" in capsys.readouterr().out
 
 
+def test_of_shares_that_no_rank_recorded_there_is_no_forecast(tmp_path, capsys):
+    """As by a version that did not record them."""
+    with Trace(tmp_path, rank=0, clock=lambda: 0.0) as trace:
+        for step in range(20):
+            trace.step(step=step, samples=4, compute_s=0.1, t_s=float(step))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "--global-batch-size: expected a number from 1" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "--global-batch-size", "8"]) == 0
+
+
 def test_the_first_steps_of_each_session_are_left_out(tmp_path, capsys):
     resumed(tmp_path, first=30.0)
     assert main(["report", str(tmp_path)]) == 0

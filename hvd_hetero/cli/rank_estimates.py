@@ -119,7 +119,7 @@ def estimates_from_run(run: Run, *, skip: int) -> RankEstimates:
     bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)
     shares, step_s = _measured(run, ranks, skip=skip)
     exchange_s = 0.0
-    if step_s is not None:
+    if step_s is not None and any(shares):
         some = [i for i, share in enumerate(shares) if share]
         times = [models[i].time_s(shares[i], micro_batch[i]) for i in some]
         exchange_s = max(0.0, step_s - synchronous_step_s(times, [jitters[i] for i in some]))
