@@ -62,6 +62,12 @@ class RankRun:
         """The least seconds per sample that loading took in the newest steps; 0.0: too little to be noticed."""
         return _median(self.newest.loading_s / self.newest.samples)
 
+    def next_step(self, t_s: float) -> int:
+        """The step that the rank made or ended at `t_s`, a time by its own clock; after its last step, the one after
+        that. Clocks of different hosts may differ, and steps do not."""
+        at = int(np.searchsorted(self.steps.t_s, t_s))
+        return int(self.steps.step[at] if at < len(self.steps) else self.steps.step[-1] + 1 if at else 0)
+
     @property
     def spans_s(self) -> np.ndarray:
         """For each step, the seconds from the end of the step before to its own; nan for the first step of a session,
