@@ -166,11 +166,17 @@ class Balancer:
 
     @property
     def trace(self) -> Any:
-        """The object that records this rank's steps, plans and events; None for no record."""
+        """The object that records this rank's steps, plans and events; None for no record. What is no such object
+        raises TypeError."""
         return self.record.trace
 
     @trace.setter
     def trace(self, trace: Any) -> None:
+        if trace is not None and not hasattr(trace, "event"):
+            raise TypeError(
+                f"trace: expected an hvd_hetero.trace.Trace, or None. Received: {trace!r}. A folder is what "
+                "Balancer(run=...) takes."
+            )
         self.record.start(trace)
         self._introduce()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from hvd_hetero.policy.guard import Guard
 from hvd_hetero.policy.local_round import default_bound_rounds
@@ -89,8 +90,9 @@ class LocalSGD:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}. Received: {getattr(self, name)!r}.")
         if not isinstance(self.outer, Outer):
             raise TypeError(f"outer: expected an Outer. Received: {self.outer!r}.")
-        if self.drift_limit is not None and not self.drift_limit > CALM:
-            raise ValueError(f"drift_limit: expected a number above {CALM}, or None. Received: {self.drift_limit!r}.")
+        limit = self.drift_limit
+        if limit is not None and not (isinstance(limit, Real) and limit > CALM):
+            raise ValueError(f"drift_limit: expected a number above {CALM}, or None. Received: {limit!r}.")
 
     @property
     def most_rounds(self) -> float:

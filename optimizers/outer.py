@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from hvd_hetero.codecs.verbs import verbs_of
@@ -29,7 +30,7 @@ class Outer:
         nesterov: whether to use Nesterov's form; it needs a momentum.
 
     Raises:
-        ValueError: a number out of its range, or Nesterov without a momentum.
+        ValueError: a number out of its range or no number, or Nesterov without a momentum.
     """
 
     learning_rate: float = 1.0
@@ -37,10 +38,10 @@ class Outer:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate: expected a number above 0. Received: {self.learning_rate}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum: expected a number in [0, 1). Received: {self.momentum}.")
+        if not (isinstance(self.learning_rate, Real) and 0 < self.learning_rate < float("inf")):
+            raise ValueError(f"learning_rate: expected a number above 0. Received: {self.learning_rate!r}.")
+        if not (isinstance(self.momentum, Real) and 0 <= self.momentum < 1):
+            raise ValueError(f"momentum: expected a number in [0, 1). Received: {self.momentum!r}.")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: expected a momentum above 0 with it. Received: momentum 0.")
 

@@ -15,7 +15,7 @@ STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {
     "policy": ({"policy"}, {"numpy"}),
     "codecs": ({"codecs"}, {"numpy"}),  # and a framework in a file of its own, see below
-    "trace": ({"trace", "policy", "engine.environment", "engine.host", "engine.script"}, set()),
+    "trace": ({"trace", "policy", "engine.environment", "engine.host", "engine.script"}, {"numpy"}),
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": (
         {"optimizers", "policy", "codecs", "engine.payload", "engine.port", "engine.hierarchy", "engine.environment",

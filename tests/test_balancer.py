@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.ladder import Rung
 from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.trace.own import own_trace
 from hvd_hetero.trace.reader import read
 from hvd_hetero.trace.record import Trace
 
@@ -224,6 +226,19 @@ def test_a_state_is_plain_numbers_whatever_numbers_it_was_made_of():
         return json.loads(json.dumps(balancer.state_dict()))["planner"]["plans"][0]["shares"]
 
     assert World(2).run(program) == [[8, 4]] * 2
+
+
+def test_what_is_no_trace_is_told(tmp_path):
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    for wrong in (3, str(tmp_path)):
+        with pytest.raises(TypeError, match=f"trace: expected an hvd_hetero.trace.Trace, or None. Received: {wrong!r}"):
+            balancer.trace = wrong
+    for wrong in (0, 2.5, [], True):
+        with pytest.raises(TypeError, match=f"run: expected a folder .* Received: {re.escape(repr(wrong))}"):
+            own_trace(wrong, ranks=(0,), rank=0)
+    balancer.trace = own_trace(tmp_path / "run", ranks=(0,), rank=0)
+    balancer.trace.close()
+    assert len(read(tmp_path / "run").plans) == 1
 
 
 def test_a_trace_tells_what_each_rank_may_have_and_once_more_when_the_ranks_have_changed(tmp_path):

@@ -163,6 +163,7 @@ def test_best_models_may_be_weights_alone():
     assert best().filepath == "best.keras" and best("loss", 1, True).filepath == "best.weights.h5"
     assert best(filepath="other.keras").filepath == "other.keras" and best(save_weights_only=True).save_weights_only
     raises(TypeError, "mode= and save_freq=", lambda: best("val_accuracy", 0, "max"))
+    raises(TypeError, 'monitor: expected the name of a metric, as "val_loss". Received: -1', lambda: best(-1))
 
 
 def test_variables_are_left_out_of_a_broadcast():

@@ -419,7 +419,7 @@ def test_every_tensor_is_in_one_fragment_and_they_are_nearly_even(count):
     ({"second_moments": "mine"}, "second_moments: expected one of global, own. Received: 'mine'"),
     ({"weights": "equal"}, "weights: expected one of samples, fednova. Received: 'equal'"),
     ({"compensation": math.inf}, "compensation: expected"),
-    ({"drift_limit": 0}, "drift_limit: expected"),
+    ({"drift_limit": 0}, "drift_limit: expected"), ({"drift_limit": "2"}, "drift_limit: expected .* Received: '2'"),
 ])
 def test_wrong_arguments_say_what_was_expected(wrong, message):
     with pytest.raises(ValueError, match=message):
@@ -429,8 +429,8 @@ def test_wrong_arguments_say_what_was_expected(wrong, message):
 def test_an_outer_optimizer_needs_its_state():
     with pytest.raises(ValueError, match="nesterov: expected a momentum above 0"):
         Outer(nesterov=True)
-    for wrong in ({"learning_rate": 0.0}, {"momentum": 1.0}):
-        with pytest.raises(ValueError, match="expected a number"):
+    for wrong in ({"learning_rate": 0.0}, {"momentum": 1.0}, {"learning_rate": None}, {"momentum": "0.9"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected a number"):
             Outer(**wrong)
     with pytest.raises(ValueError, match="outer: expected the state of Outer"):
         Outer().check_state({"momentum": np.zeros(3)})

@@ -196,9 +196,12 @@ def test_every_rank_decides_the_same():
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Plan(version=0, step=-1, shares=(1,), reason=""), "Received: 0 and -1"),
     (lambda: Plan(version=0, step=0, shares=(1, -1), reason=""), "Received: \\(1, -1\\)"),
-    (lambda: ReplanRule(minimum_gain=-0.1), "minimum_gain: expected 0 or more. Received: -0.1"),
+    (lambda: ReplanRule(minimum_gain=-0.1), "minimum_gain: expected a number, 0 or more. Received: -0.1"),
     (lambda: ReplanRule(trust_region=1.0), "trust_region: .* Received: 1.0"),
-    (lambda: ReplanRule(minimum_observations=0), "minimum_observations: expected 1 or more. Received: 0"),
+    (lambda: ReplanRule(minimum_observations=0), "minimum_observations: expected a number, 1 or more. Received: 0"),
+    (lambda: ReplanRule(cooldown_steps="3"), "cooldown_steps: expected a number, 0 or more. Received: '3'"),
+    (lambda: ReplanRule(dead_band=None), "dead_band: expected a number, 0 or more. Received: None"),
+    (lambda: ReplanRule(trust_region=[2]), r"trust_region: expected a number above 1.* Received: \[2\]"),
     (lambda: decide(START, known(1.0), step=9, global_batch_size=64), "the plan's 4 ranks. Received: 1"),
 ])
 def test_wrong_arguments_say_what_was_received(make, message):

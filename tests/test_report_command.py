@@ -552,6 +552,37 @@ def test_a_host_in_brackets_is_no_markup(tmp_path, capsys):
     assert "[/a]b" in capsys.readouterr().out
 
 
+def test_events_are_told_in_the_order_of_steps_where_clocks_are_hours_apart(tmp_path, capsys):
+    """As of a rank that comes from a host with a clock of its own."""
+    now, offs = [1e6], (0, -7200, 7200)
+    traces = [Trace(tmp_path, rank=rank, clock=lambda off=off: now[0] + off) for rank, off in enumerate(offs)]
+    for step in range(60):
+        now[0] += 0.1
+        for rank, trace in enumerate(traces[: 1 + (step >= 20) + (step >= 40)]):
+            if step in (20, 40):
+                trace.event("ranks", rank=rank, size=1 + step // 20, step=step - 1)
+            if step in (10, 30, 50) and rank == step // 20:
+                trace.event("wait", waited_s=float(step), missing=[0], line="train.py:1")
+            trace.step(step=step, samples=4, compute_s=0.05, share=4)
+    for trace in traces:
+        trace.close()
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    words = ["waited 10 s", "step 19 there were 2", "waited 30 s", "step 39 there were 3", "waited 50 s"]
+    places = [said.index(each) for each in words]
+    assert places == sorted(places) and said.count("there were") == 2
+
+
+def test_of_shares_that_no_rank_recorded_there_is_no_forecast(tmp_path, capsys):
+    """As by a version that did not record them."""
+    with Trace(tmp_path, rank=0, clock=lambda: 0.0) as trace:
+        for step in range(20):
+            trace.step(step=step, samples=4, compute_s=0.1, t_s=float(step))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "--global-batch-size: expected a number from 1" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "--global-batch-size", "8"]) == 0
+
+
 def test_the_first_steps_of_each_session_are_left_out(tmp_path, capsys):
     resumed(tmp_path, first=30.0)
     assert main(["report", str(tmp_path)]) == 0

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from hvd_hetero.policy import regime
 from hvd_hetero.policy.regime import last_plan_that_changed_speeds, since_last_speed_change
 from hvd_hetero.policy.speed import Observation, SpeedModel, by_size, fit, middle, passes_of
 
@@ -116,8 +117,7 @@ def test_a_change_of_speed_is_seen_within_six_steps(factor, noise):
         rng = random.Random(seed)
         seen = observe(rng, 16, 60, overhead=2.0, noise=noise, spikes=0.02)
         seen += observe(rng, 16, 6, overhead=2.0 * factor, each=factor, noise=noise, spikes=0.02)
-        regime = since_last_speed_change(seen)
-        late += not 4 <= len(regime) <= 8
+        late += not 4 <= len(since_last_speed_change(seen)) <= 8
     assert late <= 1
 
 
@@ -148,6 +148,23 @@ def test_a_change_of_speed_is_seen_through_changes_of_share():
     assert len(since_last_speed_change(before + at_once)) == 8          # both changed in one step
     back = observe(rng, 10, 12, overhead=3.0, noise=0.05)
     assert len(since_last_speed_change(before + slow + back)) in (11, 12, 13)
+
+
+def test_what_is_soon_known_to_be_steady_is_no_change_for_the_whole_search_either(monkeypatch):
+    rng, steady = random.Random(6), 0
+    for _ in range(300):
+        each, seen = 1.0, []
+        for _ in range(rng.randint(1, 6)):
+            each *= rng.choice([1.0, 1.0, 1.0, 1.2, 2.0])
+            seen += observe(rng, rng.choice([8, 8, 16, 24]), rng.randint(1, 20), overhead=2.0, each=each,
+                            noise=rng.choice([0.0, 0.02, 0.1]), spikes=0.03)
+        wanted = {"minimum": rng.randint(2, 5), "tolerance": rng.choice([0.05, 0.15, 0.3])}
+        if regime._steady(seen, *wanted.values()):
+            steady += 1
+            with monkeypatch.context() as patched:
+                patched.setattr(regime, "_steady", lambda *of: False)
+                assert since_last_speed_change(seen, **wanted) == seen
+    assert 50 < steady < 250
 
 
 def windows(*ranks):

@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 from simulated import RecordedRanks
 
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.trace import RankRun, Run, Step
+from hvd_hetero.trace.entry import STEPS
 from hvd_hetero.trace.waiting import local_steps_of, parts, timed, waiting
 
 
@@ -74,7 +76,8 @@ def test_between_two_sessions_nothing_is_known(tmp_path):
         again.step(step, compute=[0.1, 0.1])
     run = again.read()
     assert run.ranks[0].sessions == 2 and run.ranks[0].host == "host0"
-    assert [each.step.step for each in timed(run.ranks[0]) if each.span_s is None] == [0, 10]
+    steps, span_s = timed(run.ranks[0])
+    assert steps.step[np.isnan(span_s)].tolist() == [0, 10]
     assert parts(run.ranks[0])["rest"] == pytest.approx(0.0, abs=1e-3)
     assert waiting(run).step_s == pytest.approx(0.11, rel=1e-2)
 
@@ -113,7 +116,7 @@ def test_a_step_that_ranks_make_apart_is_apart_from_its_first_to_before_they_com
     ranks = RecordedRanks(tmp_path, 1)
     for step, kind in ((3, "apart"), (6, "together")):
         ranks.traces[0].event(kind, step=step, wait_s=0.0)
-    assert local_steps_of(ranks.read().ranks[0], range(10)) == {3, 4, 5}
+    assert np.flatnonzero(local_steps_of(ranks.read().ranks[0], range(10))).tolist() == [3, 4, 5]
 
 
 def test_who_comes_last_by_next_to_nothing_has_held_nobody_up(tmp_path):
@@ -129,7 +132,8 @@ def step_of(number, t_s, *, wait_s=0.0, compute_s=0.1):
 
 def run_of(*ranks, plans=()):
     """A run of ranks with these steps; all know these plans."""
-    records = {rank: RankRun(rank=rank, steps=list(steps), plans=list(plans)) for rank, steps in enumerate(ranks)}
+    tables = [np.array(list(steps), STEPS).view(np.recarray) for steps in ranks]
+    records = {rank: RankRun(rank=rank, steps=steps, plans=list(plans)) for rank, steps in enumerate(tables)}
     return Run(folder="", ranks=records)
 
 

@@ -79,11 +79,12 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     """
     _, cap = limits_of(rank)
     begin = max(rank.session_starts, default=0)  # in an earlier session, another host may have had this rank number
-    counted = [step for step in rank.after(skip) if step.samples > 0 and step.compute_s > 0]
-    newest = [step for step in counted if step.step >= begin]
-    seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s,
-                        passes=passes_of(step.samples, cap))
-            for step in (newest if len(newest) >= LEAST_STEPS else counted)]
+    counted = rank.after(skip)
+    counted = counted[(counted.samples > 0) & (counted.compute_s > 0.0)]
+    newest = counted[counted.step >= begin]
+    chosen = newest if len(newest) >= LEAST_STEPS else counted
+    seen = [Observation(samples=samples, compute_s=compute_s, passes=passes_of(samples, cap)) for samples, compute_s
+            in zip(chosen.samples.tolist(), (chosen.compute_s + chosen.extra_s).tolist(), strict=True)]
     if len(seen) < LEAST_STEPS:
         raise CommandError(f"expected {LEAST_STEPS} steps of rank {rank.rank} with samples, or more. Received: "
                            f"{len(seen)}.\n  What to do: train for longer, or take a smaller --skip.")
@@ -109,7 +110,7 @@ def estimates_from_run(run: Run, *, skip: int) -> RankEstimates:
         CommandError: the record of a rank is missing, or has too few steps.
     """
     size = len(run.plans[-1].shares) if run.plans else 1 + max(run.ranks)
-    if missing := [rank for rank in range(size) if rank not in run.ranks or not run.ranks[rank].steps]:
+    if missing := [rank for rank in range(size) if rank not in run.ranks or not len(run.ranks[rank].steps)]:
         names = ", ".join(map(file_name, missing))
         raise CommandError(f"expected the records of all {size} ranks. Received none of "
                            f"{', '.join(map(str, missing))}.\n  What to do: bring {names} into {run.folder}.")
@@ -118,7 +119,7 @@ def estimates_from_run(run: Run, *, skip: int) -> RankEstimates:
     bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)
     shares, step_s = _measured(run, ranks, skip=skip)
     exchange_s = 0.0
-    if step_s is not None:
+    if step_s is not None and any(shares):
         some = [i for i, share in enumerate(shares) if share]
         times = [models[i].time_s(shares[i], micro_batch[i]) for i in some]
         exchange_s = max(0.0, step_s - synchronous_step_s(times, [jitters[i] for i in some]))
@@ -156,14 +157,14 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
     A plan counts if some rank recorded at least `LEAST_STEPS` synchronous steps with its shares. The seconds are the
     mean, over such ranks, of a rank's median. If no plan counts: the shares of the newest plan, and None.
     """
-    newest = tuple(rank.steps[-1].share for rank in ranks)
+    newest = tuple(int(rank.steps[-1].share) for rank in ranks)
     plans = [(plan.step, plan.shares) for plan in run.plans if len(plan.shares) == len(ranks)] or [(0, newest)]
     made = [_synchronous(rank, skip=skip) for rank in ranks]
     end: float = math.inf  # the step from which the following plan holds
     for begin, shares in reversed(plans):
         found = [
-            [each.span_s or 0.0 for each in steps if begin <= each.step.step < end and each.step.share == share]
-            for steps, share in zip(made, shares, strict=True)
+            spans_s[(begin <= steps.step) & (steps.step < end) & (steps.share == share)].tolist()
+            for (steps, spans_s), share in zip(made, shares, strict=True)
         ]
         if any(len(spans) >= LEAST_STEPS for spans in found):
             return shares, statistics.fmean(statistics.median(spans) for spans in found if len(spans) >= LEAST_STEPS)
@@ -171,7 +172,8 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
     return plans[-1][1], None
 
 
-def _synchronous(rank: RankRun, *, skip: int) -> list[Timed]:
+def _synchronous(rank: RankRun, *, skip: int) -> Timed:
     """The synchronous steps of known duration among the `FITTED_STEPS` newest steps of a rank."""
-    alone = local_steps_of(rank, [step.step for step in rank.steps])
-    return [each for each in timed(rank, skip=skip)[-FITTED_STEPS:] if each.span_s and each.step.step not in alone]
+    seen = timed(rank, skip=skip)
+    newest = Timed(seen.steps[-FITTED_STEPS:], seen.span_s[-FITTED_STEPS:])
+    return newest.where((newest.span_s > 0.0) & ~local_steps_of(rank, newest.steps.step))

@@ -103,7 +103,7 @@ def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
     except (OSError, NewerFormatError) as error:
         raise CommandError(f"{error}\n  What to do: name the folder that hvd.Balancer(run=...) or HVD_HETERO_RUN "
                            "named, of one job.") from error
-    if not any(rank.after(skip) for rank in run.ranks.values()):
+    if not any(len(rank.after(skip)) for rank in run.ranks.values()):
         raise CommandError(f"expected a run of more than {skip} steps. Received: {folder}, of "
                            f"{max(len(rank.steps) for rank in run.ranks.values())}.\n"
                            "  What to do: train for longer, or take --skip 0.")
@@ -167,8 +167,8 @@ def advice(report: Report) -> list[str]:
             said.append(f"Rank {number} waits for its data for {percent_text(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")
     for number, rank in report.run.present.items():
-        longer = [step.loading_s > step.compute_s + step.extra_s for step in rank.newest]
-        if 2 * sum(longer) > len(longer):
+        newest = rank.newest
+        if 2 * (newest.loading_s > newest.compute_s + newest.extra_s).sum() > len(newest):
             said.append(f"Rank {number} has as many samples as are loaded for it, one in "
                         f"{seconds_text(rank.loading_s)}: more num_workers there (in Keras, workers), or a quicker "
                         "disk, and it gets more.")
@@ -215,9 +215,9 @@ def _record_warnings(report: Report) -> list[str]:
                     "each host's files into a folder of its name.")
     elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
-    last = max((rank.steps[-1].step for rank in run.present.values() if rank.steps), default=0)
+    last = max((rank.steps[-1].step for rank in run.present.values() if len(rank.steps)), default=0)
     for number, rank in run.present.items() if report.synchronous_fraction >= 0.5 or not report.merges else ():
-        if rank.steps and rank.steps[-1].step < last - 1:
+        if len(rank.steps) and rank.steps[-1].step < last - 1:
             said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
     moved = {number: max(rank.hosts) for number, rank in run.present.items() if len(set(rank.hosts.values())) > 1}
     if moved:

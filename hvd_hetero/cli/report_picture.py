@@ -76,8 +76,7 @@ def _who(axes: Any, report: Report, drawn: Any) -> None:
 
 def _shares(axes: Any, report: Report) -> None:
     for rank in report.run.ranks.values():
-        steps = [step.step for step in rank.steps]
-        axes.step(steps, [step.share for step in rank.steps], where="post", linewidth=1.2, label=f"rank {rank.rank}")
+        axes.step(rank.steps.step, rank.steps.share, where="post", linewidth=1.2, label=f"rank {rank.rank}")
     axes.set(ylabel="samples", title="Shares of the global batch", ylim=(0, None))
     axes.yaxis.get_major_locator().set_params(integer=True)
     if len(report.run.ranks) <= MOST_RANKS:
@@ -87,9 +86,9 @@ def _shares(axes: Any, report: Report) -> None:
 def _speed(axes: Any, report: Report) -> None:
     """Draws the duration of each rank's steps in ms, and a dashed line where a new plan begins."""
     for rank in report.run.ranks.values():
-        known = [(each.step.step, each.span_s) for each in timed(rank, skip=report.skip) if each.span_s]
-        at, spans = _thinned([step for step, _ in known]), _thinned([1e3 * (span or 0.0) for _, span in known])
-        axes.plot(at, spans, linewidth=0.8)
+        seen = timed(rank, skip=report.skip)
+        seen = seen.where(seen.span_s > 0.0)
+        axes.plot(_thinned(seen.steps.step.tolist()), _thinned((1e3 * seen.span_s).tolist()), linewidth=0.8)
     for plan in report.run.plans[1:]:
         axes.axvline(plan.step, color="grey", linestyle="--", linewidth=0.7)
     axes.set(xlabel="step", ylabel="ms", title="Time of a step (dashed: a new plan)", ylim=(0, None))

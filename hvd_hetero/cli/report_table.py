@@ -49,7 +49,7 @@ def _rank_table(report: Report, make: Any) -> Any:
     for index in sorted(_waited_for_longest(waits, MOST_ROWS)):
         rank, summary = ranks[index], report.summaries[index]
         part = report.parts[rank.rank]
-        share = str(rank.steps[-1].share) if rank.steps else "–"
+        share = str(rank.steps[-1].share) if len(rank.steps) else "–"
         last = percent_text(waits.last[index] / waits.steps) if waits.steps else "–"
         rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
                      *(percent_text(part[name]) for name in ("compute", "data", "wait", "rest")), last])
@@ -91,14 +91,15 @@ def _plan_table(report: Report, make: Any) -> Any:
 
 
 def _noteworthy(run: Run) -> list[str]:
-    """Sentences about recorded events, in the order of time: changed ranks, repaired parameters, changed links, long
+    """Sentences about recorded events, in the order of steps: changed ranks, repaired parameters, changed links, long
     waits.
 
     Several ranks may record the same event; each sentence appears once.
     """
     lines: list[str] = []
-    events = [(event, rank.rank) for rank in run.ranks.values() for event in rank.events]
-    for event, rank in sorted(events, key=lambda each: each[0].t_s):
+    events = [(rank.next_step(event.t_s), event.t_s, rank.rank, event) for rank in run.ranks.values()
+              for event in rank.events]
+    for _, _, rank, event in sorted(events, key=lambda each: each[:3]):
         fields = event.fields
         if event.kind == "ranks":
             lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")

@@ -100,6 +100,8 @@ def _error_of_change(noise: float, old: Sequence[float], new: Sequence[float]) -
 
 def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
     """The index of the first observation after the latest change of speed; 0 if there was none."""
+    if _steady(seen, minimum, tolerance):  # which is quicker told
+        return 0
     steady = sorted(abs(p.pass_s - o.pass_s) / max(o.pass_s, SHORTEST_S)
                     for o, p in zip(seen, seen[1:], strict=False) if o.size == p.size)
     noise = max(1.4826 * middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
@@ -120,6 +122,18 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
         _move(before, seen, add=at, drop=at - REACH)
         _move(after, seen, add=at + REACH, drop=at)
     return _boundary(seen, best, size, minimum) if size else best
+
+
+def _steady(seen: Sequence[Observation], minimum: int, tolerance: float) -> bool:
+    """Whether no medians of `minimum` observations or more can differ by more than `tolerance`, whichever these are."""
+    each = (minimum - 1) // 2  # so many observations at least lie on either side of a median
+    within = {b: (times[each], times[-1 - each]) for b, times in by_size(seen).items() if len(times) >= minimum}
+    meeting = {(o.size, p.size) for o, p in zip(seen, seen[1:], strict=False)}
+    return all(
+        _slowdown(b, first, c, second) <= 1.0 + tolerance
+        for b, c in [*((b, b) for b in within), *meeting] if b in within and c in within
+        for first, second in zip(within[b], reversed(within[c]), strict=True)
+    )
 
 
 def _change(b: float, old: Sequence[float], c: float, new: Sequence[float], noise: float, tolerance: float) -> float:

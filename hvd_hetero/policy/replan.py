@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from operator import itemgetter
 
 from .partition import Bound, split, step_time_s
@@ -85,7 +86,7 @@ class ReplanRule:
             rank was measured with what it goes to; `math.inf`: no limit.
 
     Raises:
-        ValueError: a negative number, no observations required, or a trust region that is not above 1.
+        ValueError: a negative number or no number, no observations required, or a trust region that is not above 1.
     """
 
     warmup_steps: int = 1
@@ -100,11 +101,12 @@ class ReplanRule:
     def __post_init__(self) -> None:
         for name, least in (("warmup_steps", 0), ("minimum_observations", 1), ("minimum_gain", 0), ("dead_band", 0),
                             ("cooldown_steps", 0), ("early_cooldown_steps", 0), ("early_gain", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name}: expected {least} or more. Received: {getattr(self, name)}.")
-        if not self.trust_region > 1.0:
-            raise ValueError("trust_region: expected more than 1, the factor by which a share may grow. "
-                             f"Received: {self.trust_region}.")
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and float(value) >= least):
+                raise ValueError(f"{name}: expected a number, {least} or more. Received: {value!r}.")
+        if not (isinstance(self.trust_region, Real) and self.trust_region > 1.0):
+            raise ValueError("trust_region: expected a number above 1, the factor by which a share may grow. "
+                             f"Received: {self.trust_region!r}.")
 
     def observations_needed(self, plan: Plan) -> int:
         """The observations that are needed of every rank with a share, before `plan` may be replaced."""

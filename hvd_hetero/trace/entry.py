@@ -1,15 +1,19 @@
 """The entries of a rank's record, one per line: a step, a plan or an event.
 
-The functions that make an entry from a line raise ValueError, TypeError or KeyError if the line has another format.
+The functions that make an entry from a line, or a table of steps from several, raise ValueError, TypeError, KeyError,
+OverflowError or RecursionError if a line has another format.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
@@ -23,9 +27,11 @@ READ: dict[str, dict[str, Any]] = {
     "limits": {"lower": int, "upper": (int, NoneType), "quantum": int, "micro_batch": (int, NoneType)},
 }
 
+LARGEST = 2.0**53  # up to here, whole numbers are exact as floats
+
 
 class Step(NamedTuple):
-    """One step of one rank. Fields that the file lacks, numbers not finite, and those below 0 (but for `t_s`) are 0.
+    """One step of one rank: a row of the table that `steps_of` makes.
 
     Attributes:
         step: index of the global batch.
@@ -50,6 +56,11 @@ class Step(NamedTuple):
     share: int
     extra_s: float = 0.0
     loading_s: float = 0.0
+
+
+WHOLE = ("step", "samples", "bytes", "share")  # the fields that are whole numbers
+Table = Any  # of steps: an np.recarray with the dtype `STEPS`, whose columns no type checker knows
+STEPS = np.dtype([(name, np.int64 if name in WHOLE else np.float64) for name in Step._fields])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +109,20 @@ def event_of(entry: dict[str, Any]) -> Event:
     return event
 
 
-def step_of(fields: Sequence[str], values: Sequence[Any]) -> Step:
-    """Makes a step from a line's `values`, which are those of `fields` in the file's order."""
-    if len(values) != len(fields):
-        raise ValueError(f"Expected {len(fields)} values. Received: {values}.")
-    for value in values:
-        if value is not None and not isinstance(value, (int, float)):
-            raise TypeError(f"Expected numbers. Received: {values}.")
-    finite = [
-        value if value and math.isfinite(value) and (value > 0 or name == "t_s") else 0
-        for name, value in zip(fields, values, strict=True)
-    ]
-    if fields == Step._fields:
-        return Step._make(finite)
-    seen = dict(zip(fields, finite, strict=True))
-    return Step(**{name: seen.get(name, 0) for name in Step._fields})
+def steps_of(fields: Sequence[str], lines: Sequence[str]) -> Table:
+    """Makes a table of steps, with the dtype `STEPS`, from `lines`, each an array of the values of `fields`.
+
+    Fields that the file lacks, numbers not finite or above `LARGEST`, and those below 0 (but for `t_s`) are 0.
+    """
+    text = f"[{','.join(lines)}]"
+    if '"' in text:  # which numpy would read as numbers
+        raise TypeError(f"Expected numbers. Received: {text}.")
+    values = np.array(json.loads(text), dtype=float)
+    if values.shape != (len(lines), len(fields)):
+        raise ValueError(f"Expected {len(fields)} values. Received: {text}.")
+    found: Table = np.zeros(len(lines), STEPS).view(np.recarray)
+    for name, column in zip(fields, values.T, strict=True):
+        if name in Step._fields:
+            valid = (np.abs(column) <= LARGEST) & ((column > 0.0) | (name == "t_s"))
+            found[name] = np.where(valid, column, 0.0)
+    return found

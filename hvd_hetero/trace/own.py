@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -11,11 +12,16 @@ from hvd_hetero.engine.host import host_identity
 from .record import Trace, trace_of
 
 
-def own_trace(run: str | None, *, ranks: Sequence[int], rank: int) -> Trace | None:
+def own_trace(run: str | os.PathLike[str] | None, *, ranks: Sequence[int], rank: int) -> Trace | None:
     """Opens a balancer's trace in the folder `run`, or if that is None in `HVD_HETERO_RUN`; None without either.
 
     Args:
         ranks: the global ranks that train together.
         rank: the index of this rank among them.
+
+    Raises:
+        TypeError: `run` is no path.
     """
+    if run is not None and not isinstance(run, (str, os.PathLike)):
+        raise TypeError(f"run: expected a folder for this run's trace, a text or a path, or None. Received: {run!r}.")
     return trace_of(run or run_folder(ranks, rank), rank=rank, clock=time.time, host=host_identity()[0])

@@ -53,7 +53,8 @@ def _json(value: object) -> str:
         return json.dumps(repr(value))
 
 
-def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float], host: str = "") -> Trace | None:
+def trace_of(folder: str | os.PathLike[str] | None, *, rank: int, clock: Callable[[], float],
+             host: str = "") -> Trace | None:
     """Opens this rank's trace in the run's `folder`, to be closed when the process ends; None without a folder."""
     if folder is None:
         return None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress, pairwise
-from statistics import median
+
+import numpy as np
 
 from hvd_hetero.policy.replan import Plan
 
-from .entry import Event, Step
+from .entry import STEPS, Event, Table
 
 NEWEST = 64       # so many last steps of a rank count as its newest
 PAUSE = 10.0      # an interval so many times longer than the median is a pause (a checkpoint, a validation)
@@ -35,12 +34,12 @@ class RankSummary:
 
 @dataclass(kw_only=True)
 class RankRun:
-    """The record of one rank."""
+    """The record of one rank. Its steps are a table with the columns of `Step`."""
 
     rank: int
     host: str = ""           # name of the host of its last session
     hosts: dict[int, str] = field(default_factory=dict)        # name of the host of each session, by its first step
-    steps: list[Step] = field(default_factory=list)
+    steps: Table = field(default_factory=lambda: np.zeros(0, STEPS).view(np.recarray))
     plans: list[Plan] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     sessions: int = 0        # how often the run was started
@@ -53,27 +52,43 @@ class RankRun:
         return self.hosts.keys()
 
     @property
-    def newest(self) -> list[Step]:
+    def newest(self) -> Table:
         """The rank's last steps with samples."""
-        return [step for step in self.steps[-NEWEST:] if step.samples > 0]
+        steps = self.steps[-NEWEST:]
+        return steps[steps.samples > 0]
 
     @property
     def loading_s(self) -> float:
         """The least seconds per sample that loading took in the newest steps; 0.0: too little to be noticed."""
-        return _median(step.loading_s / step.samples for step in self.newest)
+        return _median(self.newest.loading_s / self.newest.samples)
 
-    def counted(self, skip: int) -> list[bool]:
+    def next_step(self, t_s: float) -> int:
+        """The step that the rank made or ended at `t_s`, a time by its own clock; after its last step, the one after
+        that. Clocks of different hosts may differ, and steps do not."""
+        at = int(np.searchsorted(self.steps.t_s, t_s))
+        return int(self.steps.step[at] if at < len(self.steps) else self.steps.step[-1] + 1 if at else 0)
+
+    @property
+    def spans_s(self) -> np.ndarray:
+        """For each step, the seconds from the end of the step before to its own; nan for the first step of a session,
+        and where they are not known."""
+        steps = self.steps
+        follows = (np.diff(steps.step) == 1) & (np.diff(steps.t_s) >= 0.0) & ~self._is_start[1:]
+        return np.concatenate([np.full(min(1, len(steps)), np.nan), np.where(follows, np.diff(steps.t_s), np.nan)])
+
+    @property
+    def _is_start(self) -> np.ndarray:
+        """For each step, whether it is the first of a session."""
+        return np.isin(self.steps.step, list(self.session_starts))
+
+    def counted(self, skip: int) -> np.ndarray:
         """For each step, whether it comes after the first `skip` steps of its session."""
-        found, place = [], 0
-        for step in self.steps:
-            place = 0 if step.step in self.session_starts else place
-            found.append(place >= skip)
-            place += 1
-        return found
+        place = np.arange(len(self.steps))
+        return place - np.maximum.accumulate(np.where(self._is_start, place, 0)) >= skip
 
-    def after(self, skip: int) -> list[Step]:
+    def after(self, skip: int) -> Table:
         """The steps without the first `skip` of each session, in which frameworks compile and caches fill."""
-        return list(compress(self.steps, self.counted(skip)))
+        return self.steps[self.counted(skip)]
 
     @property
     def merging_s(self) -> dict[int, float]:
@@ -91,18 +106,30 @@ class RankRun:
     def summary(self, *, skip: int = 0) -> RankSummary:
         """Summarises the steps after the first `skip` of each session."""
         steps = self.after(skip)
-        shares = [(s.step, s.share) for i, s in enumerate(steps) if i == 0 or s.share != steps[i - 1].share]
+        changes = steps[np.diff(steps.share, prepend=-1) != 0]
         return RankSummary(
             rank=self.rank,
             steps=len(steps),
-            samples=sum(s.samples for s in steps),
-            median_data_s=_median(s.data_s for s in steps),
-            median_compute_s=_median(s.compute_s for s in steps),
-            median_wait_s=_median(s.wait_s for s in steps),
-            samples_per_s=_samples_per_s(steps, self.merging_s, self.session_starts),
-            bytes=sum(s.bytes for s in steps),
-            shares=tuple(shares),
+            samples=int(steps.samples.sum()),
+            median_data_s=_median(steps.data_s),
+            median_compute_s=_median(steps.compute_s),
+            median_wait_s=_median(steps.wait_s),
+            samples_per_s=self._samples_per_s(skip),
+            bytes=int(steps.bytes.sum()),
+            shares=tuple(zip(changes.step.tolist(), changes.share.tolist(), strict=True)),
         )
+
+    def _samples_per_s(self, skip: int) -> float:
+        """Samples per second over the intervals between consecutive steps after the first `skip` of each session,
+        without pauses (see `PAUSE`). Merges between them count as time, even where they are long."""
+        merging_s = self.merging_s
+        known = self.counted(skip + 1) & (self.spans_s > 0.0)
+        steps, spans = self.steps[known], self.spans_s[known]
+        spans = np.maximum(0.0, spans - [merging_s.get(step, 0.0) for step in steps.step.tolist()])
+        kept = spans <= PAUSE * _median(spans)
+        before = {step + 1 for step in self.after(skip).step.tolist()} if merging_s else ()
+        whole = spans[kept].sum() + sum(took for step, took in merging_s.items() if step in before)
+        return float(steps.samples[kept].sum() / whole) if whole else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +163,8 @@ class Run:
         Others have left an elastic job, or the job went on from a checkpoint without them.
         """
         # There always is a rank 0. Looking for the rank that recorded last would compare clocks of different hosts.
-        those = [self.ranks[0]] if 0 in self.ranks and self.ranks[0].steps else self.ranks.values()
-        last = max(those, key=lambda run: run.steps[-1].t_s if run.steps else 0.0)
+        those = [self.ranks[0]] if 0 in self.ranks and len(self.ranks[0].steps) else self.ranks.values()
+        last = max(those, key=lambda run: run.steps[-1].t_s if len(run.steps) else 0.0)
         size = len(last.plans[-1].shares) if last.plans else math.inf
         return {rank: run for rank, run in self.ranks.items() if rank < size}
 
@@ -145,17 +172,14 @@ class Run:
     def missing(self) -> tuple[int, ...]:
         """The ranks of the newest plan that have no recorded step, as when their files are missing."""
         size = len(self.plans[-1].shares) if self.plans else 0
-        return tuple(rank for rank in range(size) if rank not in self.ranks or not self.ranks[rank].steps)
+        return tuple(rank for rank in range(size) if rank not in self.ranks or not len(self.ranks[rank].steps))
 
-    def size_at(self, step: int) -> int | None:
-        """The number of ranks in a step, by the plan that held then; None if no plan is recorded."""
-        at = bisect_right(self._begins, step) - 1
-        return len(self.plans[max(0, at)].shares) if self.plans else None
-
-    @cached_property
-    def _begins(self) -> list[int]:
-        """For each plan, the step from which it holds."""
-        return [plan.step for plan in self.plans]
+    def sizes_at(self, steps: np.ndarray) -> np.ndarray:
+        """The number of ranks in each of `steps`, by the plan that held then; if no plan is recorded, of all ranks."""
+        if not self.plans:
+            return np.full(len(steps), len(self.ranks))
+        at = np.searchsorted([plan.step for plan in self.plans], steps, side="right") - 1
+        return np.array([len(plan.shares) for plan in self.plans])[np.maximum(at, 0)]
 
     @property
     def gone(self) -> tuple[int, ...]:
@@ -167,25 +191,5 @@ class Run:
         return tuple(rank.summary(skip=skip) for rank in self.ranks.values())
 
 
-def _median(values: Iterable[float]) -> float:
-    seen = list(values)
-    return float(median(seen)) if seen else 0.0
-
-
-def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float], starts: Set[int]) -> float:
-    """Samples per second over the intervals between consecutive steps, without pauses (see `PAUSE`).
-
-    Args:
-        merging_s: see `RankRun.merging_s`; those that came after one of `steps` count as time, even where they are
-            long.
-        starts: the first steps of sessions; the intervals before them are left out.
-    """
-    follows = [(a, b) for a, b in pairwise(steps) if b.step == a.step + 1 and b.step not in starts]
-    pairs = [(b, b.t_s - a.t_s) for a, b in follows if b.t_s > a.t_s]
-    spans = [(step.samples, max(0.0, span - merging_s.get(step.step, 0.0))) for step, span in pairs]
-    longest = PAUSE * _median(span for _, span in spans)
-    spans = [(samples, span) for samples, span in spans if span <= longest]
-    seen = {step.step for step in steps}
-    merging = sum(took for step, took in merging_s.items() if step - 1 in seen)
-    whole = sum(span for _, span in spans) + merging
-    return sum(samples for samples, _ in spans) / whole if whole else 0.0
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values)) if len(values) else 0.0

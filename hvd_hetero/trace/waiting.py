@@ -12,13 +12,13 @@ to how much longer it took. Local steps are left out, as no rank waits for a slo
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
 from typing import NamedTuple
 
-from .entry import Step
+import numpy as np
+
+from .entry import Table
 from .run import RankRun, Run
 
 NOTEWORTHY = 0.02  # a rank that is last by less than this part of a step has not held up the others
@@ -76,44 +76,37 @@ class Waiting:
 
 
 class Timed(NamedTuple):
-    """A step, and `span_s`, the seconds from the end of the step before to its own end; None if not recorded."""
+    """Some steps of one rank, and `span_s`, the seconds from the end of the step before each to its own; nan if not
+    recorded."""
 
-    step: Step
-    span_s: float | None
+    steps: Table
+    span_s: np.ndarray
 
     @property
-    def rest_s(self) -> float:
-        """The seconds of the span in which the rank neither waited nor computed; 0.0 if the span is not known."""
-        known = self.step.data_s + self.step.compute_s + self.step.wait_s
-        return 0.0 if self.span_s is None else max(0.0, self.span_s - known)
+    def rest_s(self) -> np.ndarray:
+        """The seconds of each span in which the rank neither waited nor computed; 0.0 if the span is not known."""
+        known = self.steps.data_s + self.steps.compute_s + self.steps.wait_s
+        return np.fmax(0.0, self.span_s - known)
+
+    def where(self, chosen: np.ndarray) -> Timed:
+        """Those of the steps for which `chosen` is True."""
+        return Timed(self.steps[chosen], self.span_s[chosen])
 
 
-def timed(run: RankRun, *, skip: int = 0) -> list[Timed]:
+def timed(run: RankRun, *, skip: int = 0) -> Timed:
     """The steps of one rank with their spans, without the first `skip` of each session.
 
     The first step of a session has no span.
     """
-
-    def span_s(before: Step, step: Step) -> float | None:
-        follows = step.step == before.step + 1 and step.step not in run.session_starts
-        return step.t_s - before.t_s if follows and step.t_s >= before.t_s else None
-
-    first = [Timed(step, None) for step in run.steps[:1]]
-    whole = first + [Timed(step, span_s(before, step)) for before, step in pairwise(run.steps)]
-    return list(compress(whole, run.counted(skip)))
+    return Timed(run.steps, run.spans_s).where(run.counted(skip))
 
 
-def local_steps_of(run: RankRun, steps: Sequence[int]) -> set[int]:
-    """Returns those of `steps` that the rank made as local steps."""
+def local_steps_of(run: RankRun, steps: Sequence[int] | np.ndarray) -> np.ndarray:
+    """For each of `steps`, whether the rank made it as a local step."""
     turns = sorted((event.fields["step"], event.kind == "apart") for event in run.events
                    if event.kind in ("apart", "together"))
-    begins = [step for step, _ in turns]
-    found = set()
-    for step in steps:
-        at = bisect_right(begins, step) - 1
-        if at >= 0 and turns[at][1]:
-            found.add(step)
-    return found
+    local = np.array([False, *(apart for _, apart in turns)])
+    return local[np.searchsorted([step for step, _ in turns], steps, side="right")]
 
 
 def waiting(run: Run, *, skip: int = 0) -> Waiting:
@@ -123,76 +116,70 @@ def waiting(run: Run, *, skip: int = 0) -> Waiting:
         skip: leaves out so many first steps of each session, in which frameworks compile and caches fill.
     """
     ranks = tuple(run.ranks)
-    rows: dict[int, dict[int, Timed]] = {}
-    for index, rank in enumerate(ranks):
-        record = run.ranks[rank]
-        alone = local_steps_of(record, [step.step for step in record.steps])
-        for each in timed(record, skip=skip):
-            if each.step.step not in alone:
-                rows.setdefault(each.step.step, {})[index] = each
-    waited = [[0.0] * len(ranks) for _ in ranks]
-    last, causes = [0] * len(ranks), [Causes()] * len(ranks)
-    exchanges, spans = [], []
-    for step, found in rows.items():
-        size = run.size_at(step) or len(ranks)
-        # A rank that has left may have recorded a step that was undone and made again without it. Which rank came last
-        # is known only if all have recorded the step.
-        row = {index: each for index, each in found.items() if ranks[index] < size}
-        if not len(row) == size > 1:
-            continue
-        late = min(row, key=lambda index: row[index].step.wait_s)
-        exchange = row[late].step.wait_s
-        span = _mean([each.span_s for each in row.values() if each.span_s is not None])
-        exchanges.append(exchange)
-        spans += [span] if span else []
-        longest = 0.0
-        for index, each in row.items():
-            seconds = each.step.wait_s - exchange
-            waited[index][late] += seconds
-            causes[late] = _added(causes[late], _why(row[late], each), seconds)
-            longest = max(longest, seconds)
-        last[late] += longest > NOTEWORTHY * (span or 0.0) and longest > 0.0
+    steps = np.unique(np.concatenate([record.steps.step for record in run.ranks.values()]))
+    sizes = run.sizes_at(steps)
+    # [:, rank, step]: seconds waited, those by cause, and the span; nan where they are not known.
+    table = np.full((5, len(ranks), len(steps)), np.nan)
+    for index, (rank, record) in enumerate(run.ranks.items()):
+        seen = timed(record, skip=skip)
+        # A rank that has left may have recorded a step that was undone and made again without it.
+        seen = seen.where((rank < run.sizes_at(seen.steps.step)) & ~local_steps_of(record, seen.steps.step))
+        rest_s = np.where(np.isnan(seen.span_s), np.nan, seen.rest_s)
+        columns = (seen.steps.wait_s, seen.steps.data_s, seen.steps.compute_s, rest_s, seen.span_s)
+        table[:, index, np.searchsorted(steps, seen.steps.step)] = columns
+    # Which rank came last is known only if all have recorded the step.
+    table = table[:, :, (sizes > 1) & (np.isfinite(table[0]).sum(axis=0) == sizes)]
+    waits_s, took_s, spans_s = table[0], table[1:4], table[4]
+    late, each = np.nanargmin(waits_s, axis=0), np.arange(table.shape[2])
+    exchange_s = waits_s[late, each]
+    seconds = np.nan_to_num(waits_s - exchange_s)
+    known = np.isfinite(spans_s)
+    span_s = np.where(known, spans_s, 0.0).sum(axis=0) / np.maximum(1, known.sum(axis=0))
+    longest = seconds.max(axis=0)
+    held_up = (longest > NOTEWORTHY * span_s) & (longest > 0.0)
+    by_cause = seconds * _parts_longer(took_s, late)
+    of_rank = [late == index for index in range(len(ranks))]
     return Waiting(
-        ranks=ranks, steps=len(exchanges), step_s=_mean(spans), exchange_s=_mean(exchanges),
-        waited_s=tuple(map(tuple, waited)), last=tuple(last), causes=tuple(causes),
+        ranks=ranks, steps=len(each), step_s=_mean(span_s[span_s > 0.0]), exchange_s=_mean(exchange_s),
+        waited_s=tuple(zip(*(seconds[:, those].sum(axis=1).tolist() for those in of_rank), strict=True)),
+        last=tuple(np.bincount(late[held_up], minlength=len(ranks)).tolist()),
+        causes=tuple(Causes(*by_cause[:, :, those].sum(axis=(1, 2)).tolist()) for those in of_rank),
     )
 
 
-def _why(late: Timed, other: Timed) -> Causes:
-    """What took the late rank longer than the other one: seconds by cause, which `_added` scales to the actual wait.
+def _parts_longer(took_s: np.ndarray, late: np.ndarray) -> np.ndarray:
+    """What took the late rank of each step longer than each other one: parts by cause, which sum to 1.
 
     "compute" if nothing recorded took it longer.
+
+    Args:
+        took_s: [cause, rank, step], with the causes of `Causes`; nan where it is not known.
+        late: the index of the late rank of each step.
     """
-    longer = Causes(
-        data=max(0.0, late.step.data_s - other.step.data_s),
-        compute=max(0.0, late.step.compute_s - other.step.compute_s),
-        rest=max(0.0, late.rest_s - other.rest_s) if None not in (late.span_s, other.span_s) else 0.0,
-    )
-    return longer if longer.whole else Causes(compute=1.0)
+    longer = np.fmax(0.0, took_s[:, late, np.arange(len(late))][:, None] - took_s)
+    whole = longer.sum(axis=0)
+    longer[Causes._fields.index("compute"), whole == 0.0] = 1.0
+    return longer / np.where(whole == 0.0, 1.0, whole)
 
 
-def _added(so_far: Causes, why: Causes, seconds: float) -> Causes:
-    """Adds `seconds` to the causes, divided in proportion to `why`."""
-    return Causes(*(a + seconds * b / why.whole for a, b in zip(so_far, why, strict=True)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
 
 
 def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
     """The parts of a rank's time, which sum to 1: "data" (waited for data), "compute", "wait" (for other ranks and the
     exchange) and "rest". All are 0.0 if no span is known."""
-    seen = [each for each in timed(run, skip=skip) if each.span_s]
-    whole = sum(each.span_s or 0.0 for each in seen)
+    seen = timed(run, skip=skip)
+    seen = seen.where(seen.span_s > 0.0)
+    whole = float(seen.span_s.sum())
     if not whole:
         return {"data": 0.0, "compute": 0.0, "wait": 0.0, "rest": 0.0}
     merging = _merging_s(run, seen)
-    rest = sum(each.rest_s for each in seen)
+    rest = float(seen.rest_s.sum())
     sums = {
-        "data": sum(each.step.data_s for each in seen),
-        "compute": sum(each.step.compute_s for each in seen),
-        "wait": sum(each.step.wait_s for each in seen) + min(merging, rest),
+        "data": float(seen.steps.data_s.sum()),
+        "compute": float(seen.steps.compute_s.sum()),
+        "wait": float(seen.steps.wait_s.sum()) + min(merging, rest),
         "rest": max(0.0, rest - merging),
     }
     return {name: seconds / max(whole, sum(sums.values())) for name, seconds in sums.items()}
@@ -205,17 +192,18 @@ def waited_in_local_steps(run: RankRun, *, skip: int = 0) -> tuple[float, float]
         The part for merges between local steps, and the part for merges that ended a phase of local steps, as at the
         end of an epoch. Both are 0.0 without local steps.
     """
-    chosen = local_steps_of(run, [step.step for step in run.steps])
-    seen = [each for each in timed(run, skip=skip) if each.span_s and each.step.step in chosen]
-    if not seen:
+    seen = timed(run, skip=skip)
+    seen = seen.where((seen.span_s > 0.0) & local_steps_of(run, seen.steps.step))
+    if not len(seen.steps):
         return 0.0, 0.0
-    within = sum(each.step.wait_s for each in seen)
+    within = float(seen.steps.wait_s.sum())
     ends = _merging_s(run, seen)
-    whole = sum(each.span_s or 0.0 for each in seen) + max(0.0, ends - sum(each.rest_s for each in seen))
+    whole = float(seen.span_s.sum()) + max(0.0, ends - float(seen.rest_s.sum()))
     return within / whole, ends / whole
 
 
-def _merging_s(run: RankRun, seen: Sequence[Timed]) -> float:
+def _merging_s(run: RankRun, seen: Timed) -> float:
     """Seconds of the merges that ended phases of local steps, before or after one of the steps `seen`."""
-    steps = {each.step.step for each in seen}
-    return sum(took for step, took in run.merging_s.items() if steps & {step - 1, step})
+    merging_s = run.merging_s
+    steps = set(seen.steps.step.tolist()) if merging_s else ()
+    return sum(took for step, took in merging_s.items() if step in steps or step - 1 in steps)

@@ -21,7 +21,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath: the file (default: "best.keras"; with `save_weights_only`, "best.weights.h5").
 
     Raises:
-        TypeError: `save_weights_only` is no bool, as if the arguments are in the order of `horovod.keras`.
+        TypeError: `monitor` is no name, or `save_weights_only` is no bool, as if the arguments are in the order of
+            `horovod.keras`.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         *,
         filepath: str | None = None,
     ) -> None:
+        if not isinstance(monitor, str):
+            raise TypeError(f'monitor: expected the name of a metric, as "val_loss". Received: {monitor!r}.')
         if not isinstance(save_weights_only, bool):
             raise TypeError(
                 f"save_weights_only: expected True or False. Received: {save_weights_only!r}. Pass mode= and "
