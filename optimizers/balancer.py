@@ -345,28 +345,20 @@ class Balancer:
         """Notes what an exchange took, after the update; with the exchange that leads, a step ends.
 
         Args:
-            wait_s: seconds that this rank waited for communication.
+            wait_s: seconds that this rank waited for communication in it; other waits are added here.
             bytes_sent: bytes that it has sent.
             leads: whether the exchange leads. The step's compute time is then sent with the next gradients.
         """
         self._wait_s += wait_s
         self._bytes_sent += bytes_sent
         if leads:
-            self.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)
+            self.step_timer.pause()
+            self.step_timer.end(self.record.step(
+                step=self.step, wait_s=self._wait_s + self.step_timer.take_waited_s(), bytes_sent=self._bytes_sent,
+                share=self.plan.shares[self.rank],
+            ))  # fmt: skip
+            self.step_timer.run()
             self._wait_s, self._bytes_sent = 0.0, 0
-
-    def finished(self, *, wait_s: float, bytes_sent: int) -> None:
-        """Ends a step, for the measurements and the trace.
-
-        Args:
-            wait_s: seconds that this rank waited in all exchanges of the step; other waits are added here.
-            bytes_sent: bytes that it has sent in them.
-        """
-        self.step_timer.pause()
-        wait_s += self.step_timer.take_waited_s()
-        share = self.plan.shares[self.rank]
-        self.step_timer.end(self.record.step(step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share))
-        self.step_timer.run()
 
     # State ----------------------------------------------------------------------------------------------------------
 

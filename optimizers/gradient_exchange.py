@@ -265,6 +265,8 @@ class GradientExchange:
     def close(self) -> None:
         """Ends this optimizer's exchanges, and drops the state of its codecs and its strategy."""
         self.balancer.strategies.remove(self.place)
+        if self.balancer.strategies.empty:
+            self.balancer.planner.without_local_steps()
         self.balancer.dialogue.links.gone(self.number)
         if self._keepers is self.balancer.keepers:  # those of before an elastic reset still tell others their places
             self._keepers.remove(self.unsent_state)

@@ -76,6 +76,12 @@ class Planner:
         self._strategy_selector = strategy_selector
         self._resume_strategy_selector()
 
+    def without_local_steps(self) -> None:
+        """Says that all steps are synchronous from now on, as no optimizer has a local strategy any more."""
+        self.is_local = lambda step: False
+        if self._strategy_selector is not None:
+            self._exchange_s, self._strategy_selector = self._strategy_selector.state_dict(), None
+
     def _resume_strategy_selector(self) -> None:
         """Gives the selection the times of earlier exchanges, and the step since which the present strategy holds."""
         if self._strategy_selector is not None:

@@ -62,6 +62,11 @@ class StrategyRegistry:
                 self.ends(strategy)
         self._made = [each for each in self._made if each[0] is not place]
 
+    @property
+    def empty(self) -> bool:
+        """Whether no optimizer has a local strategy now."""
+        return not self._made
+
     def begins(self, strategy: Strategy) -> None:
         """Says that the local steps of `strategy` begin, on all ranks at once. The first strategy to begin leads: its
         merges carry the measurements and plans. They travel with one strategy only, since merges of two may end in a

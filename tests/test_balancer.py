@@ -78,7 +78,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         _, total = exchange.finish(lambda total: 1.0)
         balancer.step_timer.run()
         balancer.dialogue.incoming(total, leads=True)
-        balancer.finished(wait_s=0.0, bytes_sent=0)
+        balancer.exchanged(wait_s=0.0, bytes_sent=0, leads=True)
     return balancer, seen
 
 

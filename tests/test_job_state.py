@@ -13,8 +13,9 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import keras
 from test_unsent_state import Exchange
 
+import hvd_hetero.torch as hvd
 from hvd_hetero.engine.job_state import JobState
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.payload import gather_text
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from hvd_hetero.keras.elastic import KerasState
@@ -92,6 +93,22 @@ def test_what_takes_the_place_of_a_model_or_an_optimizer_is_what_is_gone_back_to
     state.optimizer, state.epoch = 3, 4
     state.restore()
     assert state.optimizer is None and state.epoch == 0
+
+
+def test_a_balancer_that_comes_with_another_optimizer_is_what_is_gone_back_to():
+    """Not with the state of the one before it, which may be of another global batch."""
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), balancer=hvd.Balancer(whole, engine=SoloEngine()))
+        for whole in (8, 4)
+    ]
+    state = torch_state(optimizer=optimizers[0])
+    optimizers[0]._balancer.begin(8)
+    state.save()
+    state.optimizer = optimizers[1]
+    optimizers[1]._balancer.begin(4)
+    state.restore()
+    assert optimizers[1]._balancer.step == -1
 
 
 class Alone:

@@ -262,3 +262,44 @@ def test_epochs_differ_on_no_rank():
             shards(Numbers([1]), Balancer(engine, shares=None), steps_per_epoch=3 + engine.rank)
 
     World(2).run(program)
+
+
+def test_a_thread_that_reads_ahead_while_batches_are_counted_loses_none():
+    """It may come between any two steps of the counting, as where a commit is made within an epoch."""
+    balancer = Balancer(SoloEngine())
+    dataset = shards(Numbers(range(1000)), balancer)
+    counts = dataset.sampler.used
+
+    def reads_meanwhile():
+        dataset.sampler.used = counts
+        dataset._next()
+        return counts()
+
+    def trains(batches):
+        for batch in batches:
+            balancer.exchange(len(batch[0]))
+            yield batch[0].astype(int).tolist()
+
+    seen = [next(trains(Keras(dataset).epoch()))]
+    dataset._next()  # read ahead, and not used
+    dataset.sampler.used = reads_meanwhile
+    assert dataset.state_dict()["position"] == 1
+    seen += trains(Keras(dataset).epoch())  # the fit was broken off
+    assert sum(seen, []) == list(range(5 * WHOLE))
+
+
+def test_an_epoch_may_end_while_a_thread_reads_ahead():
+    balancer = Balancer(SoloEngine())
+    dataset = shards(Numbers(range(1000)), balancer)
+    begun = balancer.begun
+
+    def ends_meanwhile(by):
+        balancer.begun = begun
+        dataset.on_epoch_end()
+        return begun(by)
+
+    for batch in Keras(dataset).epoch():
+        balancer.exchange(len(batch[0]))
+        balancer.begun = ends_meanwhile
+        assert dataset._next()[0][0] == WHOLE
+        break

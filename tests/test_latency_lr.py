@@ -66,7 +66,7 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
         balancer.dialogue.incoming(total, leads=True, noise=meter)
         whole = [float((merged[:5] ** 2).sum())] if engine.rank == 0 else []
         meter.end(terms=mine, weight=mine, merged=whole, gain=1.0, all_terms=total[0], batches=1)
-        balancer.finished(wait_s=0.0, bytes_sent=0)
+        balancer.exchanged(wait_s=0.0, bytes_sent=0, leads=True)
     return seen
 
 

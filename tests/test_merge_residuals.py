@@ -24,7 +24,7 @@ def optimizer_of(weight, balancer, density):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("change", ["plan", "short batch"])
+@pytest.mark.parametrize("change", ["plan", "short batch", "optimizer"])
 def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution(change):
     """All ranks have the same gradient in each step, so that the model and the residuals together move by their sum."""
 
@@ -43,6 +43,9 @@ def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution
                 balancer.planner.announcement = Announcement(
                     version=1, shares=(6, 2), reason="", predicted_step_s=0.0, strategy="synchronous"
                 )
+            if change == "optimizer" and step == 5:
+                optimizer.merge()
+                optimizer = optimizer_of(weight, balancer, density=0.01)
             optimizer.zero_grad()
             (weight * gradient_of(0)).sum().backward()
             optimizer.step()

@@ -265,6 +265,42 @@ def test_who_fails_before_the_first_local_step_waits_for_nobody():
     assert World(2).run(program) == ["is told", "is over"]
 
 
+@pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=0), "auto"])
+def test_after_a_local_strategy_a_synchronous_optimizer_is_one_as_if_it_were_the_first(strategy):
+    """So a rank that could not deliver a batch trains on with the others, and nobody predicts what local steps do."""
+
+    def rank(engine):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        balancer = hvd.Balancer(4, engine=engine)
+
+        def made(**options):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            return hvd.DistributedOptimizer(sgd, balancer=balancer, **options)
+
+        def trains(optimizer, steps):
+            for _ in range(steps):
+                balancer.begin(balancer.share)
+                optimizer.zero_grad()
+                model(torch.ones(2, 2)).mean().backward()
+                optimizer.step()
+            optimizer.merge()
+
+        trains(made(strategy=strategy), 5)
+        optimizer = made()
+        if engine.rank == 1:
+            balancer.fail()
+        else:
+            with pytest.raises(hvd.PeerError):
+                trains(optimizer, 1)
+        trains(optimizer, 2)
+        assert balancer.planner.strategy_selector is None
+        return nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+    first, second = World(2).run(rank)
+    assert first == second
+
+
 def test_wrong_arguments_say_what_was_expected():
     def program(engine):
         model = copy.deepcopy(PROTOTYPE)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -13,6 +14,7 @@ from torch_local_task import PROTOTYPE, WHOLE, make_data
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine import payload
 from hvd_hetero.engine.local import World
+from hvd_hetero.torch import state as merged_state
 from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.parameter_store import ParameterStore
 from hvd_hetero.torch.state import all_finite, average_state
@@ -453,6 +455,23 @@ def test_complex_moments_become_means_also_on_a_rank_that_has_none(kind, sparse)
         return found.to_dense().tolist(), found.dtype
 
     assert World(3).run(program) == [([0.0, 1 + 3j], kind)] * 3
+
+
+def test_a_rank_that_has_none_gets_it_on_the_device_where_the_others_have_theirs(monkeypatch):
+    """A fused optimizer takes no count of steps on the host for parameters on a GPU, another one does."""
+    monkeypatch.setattr(merged_state, "merge_statistics", lambda *arguments, **options: None)
+
+    def program(engine):
+        with FakeTensorMode():
+            parameter = nn.Parameter(torch.zeros(2, device="cuda"))
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            if engine.rank == 0:
+                there, here = torch.zeros((), device="cuda"), torch.zeros(())
+                optimizer.state[parameter] = {"step": there, "scale": here, "moment": torch.zeros_like(parameter)}
+            average_state(optimizer, weight=1.0, engine=engine, name="state")
+            return {key: value.device.type for key, value in optimizer.state[parameter].items()}
+
+    assert World(2).run(program) == [{"step": "cuda", "scale": "cpu", "moment": "cuda"}] * 2
 
 
 @pytest.mark.parametrize("piece_bytes", [24, 1 << 24])

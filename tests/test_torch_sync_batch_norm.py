@@ -9,7 +9,8 @@ from torch import nn
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.torch import sync_batch_norm
 
 STEPS = 3
 
@@ -123,6 +124,20 @@ def test_evaluation_by_the_batchs_own_statistics_needs_nobody_else():
 
     for found in World(2).run(program, timeout_s=10):
         assert torch.equal(found, nn.BatchNorm1d(3, track_running_stats=False).eval()(x))
+
+
+def test_the_ranks_are_those_of_a_process_set_also_with_a_balancer(monkeypatch):
+    monkeypatch.setattr(sync_batch_norm, "HorovodEngine", lambda process_set: process_set)
+    x = torch.randn(4, 3)
+    expected = nn.BatchNorm1d(3)(x)
+
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine)
+        alone = hvd.SyncBatchNorm(3, process_set=SoloEngine(), balancer=balancer)
+        return alone(x * (1 + engine.rank))
+
+    for found in World(2).run(program):
+        assert (found - expected).abs().max() < 1e-4
 
 
 def test_conversion_keeps_parameters_buffers_and_mode():

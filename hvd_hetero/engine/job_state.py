@@ -165,7 +165,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _replace(self, name: str, value: Any) -> None:
         """Handles the assignment of a new value to a part's name: saves the new value's present state, because the
         saved state of the old one would not fit it."""
-        part, known = self._part(value), set(self._parts)
+        part, before = self._part(value), dict(self._parts)
         if part is None:
             del self._parts[name], self._saved.parts[name]
             self._plain.append(name)
@@ -173,8 +173,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             return
         self._parts[name] = part
         self._find_parts()
-        for each in (name, *(set(self._parts) - known)):
-            self._saved.parts[each] = self._copy(self._parts[each].state_dict())
+        for each, found in self._parts.items():
+            if found is not before.get(each):
+                self._saved.parts[each] = self._copy(found.state_dict())
 
     # What a job does with it ----------------------------------------------------------------------------------------
 

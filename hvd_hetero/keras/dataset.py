@@ -281,20 +281,22 @@ class BalancedDataset(UntunedDataset):
         )
 
     def _uncounted(self) -> int:
-        """The batches that were used since the last call of `_count_used`."""
-        return 0 if self._at is None else min(self.balancer.begun(self) - self._at, self.sampler.pending)
+        """The batches that were used since the last call of `_count_used`. Also for a thread that reads ahead."""
+        at = self._at  # looked at once: the epoch may end meanwhile
+        return 0 if at is None else min(self.balancer.begun(self) - at, self.sampler.pending)
 
     def _count_used(self) -> int:
         """Tells the sampler which batches were used since the last call. Returns how many."""
         if self._at is None:
             return 0
         used = self._uncounted()
+        # In this order: a thread that reads ahead adds up the counted and the uncounted, and must not get too many.
+        self._at = self.balancer.begun(self)
         self._used += used
         self._ahead.use(self._used)
         for _ in range(used):
             self.sampler.used()
         self.sampler.end_epoch()
-        self._at = self.balancer.begun(self)
         return used
 
     def _next(self) -> Batch:

@@ -100,6 +100,7 @@ class GradientReducer:
         self.replaced = False  # another optimizer reduces these gradients
         self._closed = False
         self._inherited: dict[torch.nn.Parameter, torch.Tensor] = {}  # what codecs of earlier optimizers had kept back
+        self._local_before: LocalTraining | None = None  # of an earlier optimizer, whose merges had kept something back
         try:
             self._take_in(parameters)
             if scale != 1.0 or passes > 1:
@@ -114,12 +115,12 @@ class GradientReducer:
                 bucket_bytes=bucket_bytes,
                 groups=groups,
             )
-            self._take_over()
             if strategy is not None:
                 self._make_local = functools.partial(
                     LocalTraining, strategy, self._parameters, self._gradient_exchange, routing=routing
                 )
                 self.local = self._make_local()
+            self._take_over()
         except BaseException:
             self.replace()  # otherwise the balancer would go on calling a reducer that was never completed
             raise
@@ -216,7 +217,9 @@ class GradientReducer:
         """Sends, with the next sums, what codecs of earlier optimizers had kept back for these parameters."""
         if self._inherited:
             self._step.add_residuals(self._inherited)
-            self._inherited = {}
+        if self.local is not None and self._local_before is not None:
+            self.local.take_over(self._local_before)
+        self._inherited, self._local_before = {}, None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Sets the optimizer whose gradients are reduced, or notes that its state may have been replaced."""
@@ -230,6 +233,7 @@ class GradientReducer:
         if by is not None and not self._closed and by._gradient_exchange.succeeds(self._gradient_exchange):
             factor = self._gradient_exchange.part_unit / by._gradient_exchange.part_unit
             by._inherited.update({p: kept * factor for p, kept in self._step.residuals().items()})
+            by._local_before = self.local
         self.close()
         self._balancer.exchanges.detach(self)
         self._gradient_exchange.close()

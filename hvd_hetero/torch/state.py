@@ -60,11 +60,15 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor) or key == "step" and type(value) is int:  # some count with integers
                 kept[index, key] = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-    mine = [[*place, list(value.shape), str(value.dtype)] for place, value in kept.items()]
+    mine = [
+        [*place, list(value.shape), str(value.dtype), value.device == parameters[place[0]].device]
+        for place, value in kept.items()
+    ]
     said = [json.loads(line) for line in gather_text(engine, json.dumps(mine), name=f"{name}.places")]
-    for index, key, shape, dtype in chain(*said):
+    for index, key, shape, dtype, is_beside in chain(*said):
         if (index, key) not in kept:
-            device = parameters[index].device if shape else "cpu"
+            # A count of steps is on the host, unless the optimizer is a fused or capturable one.
+            device = parameters[index].device if is_beside else "cpu"
             kind = getattr(torch, dtype.split(".")[1])
             if key != "step" and shape == list(parameters[index].shape):
                 # In the parameter's memory format, which fused optimizers depend on.

@@ -82,8 +82,9 @@ class SyncBatchNorm(_BatchNorm):
             balancer, engine = self._balancer, self._engine
             if balancer is not None:
                 _check_whole(balancer)
-            if engine is None:
-                engine = balancer.engine if balancer is not None else HorovodEngine(self._process_set)
+            if engine is None and balancer is not None and self._process_set is None:
+                engine = balancer.engine
+            engine = engine or HorovodEngine(self._process_set)
             self._rows = RowSum(
                 engine,
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
