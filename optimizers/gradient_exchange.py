@@ -74,6 +74,7 @@ class GradientExchange:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.count = ExchangeCount(lambda: balancer.progress.backward_passes, batches_per_exchange)
+        self._told: dict[int, tuple[int, int]] = {}  # by batch, of the last ones: samples of this rank and of all ranks
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)
@@ -114,6 +115,12 @@ class GradientExchange:
     def begin(self) -> None:
         """Counts a global batch that begins. If ranks have agreed to choose routes anew, does so, a collective call."""
         self.count.begin()
+        progress, step = self.balancer.progress, self.balancer.step
+        self._told.pop(step, None)
+        if progress.whole is not None:
+            self._told[step] = progress.samples, progress.whole
+        while len(self._told) > self.count.batches_per_exchange:
+            del self._told[next(iter(self._told))]
         # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
@@ -207,14 +214,17 @@ class GradientExchange:
         self._to_choose |= report.chooses
 
     def _reference(self, terms: float) -> float | None:
-        """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
-        shares of the batches that these are of. None if it has none. `ScaledResiduals` takes it as the weight of the
-        sum that a residual goes into."""
+        """Estimates the loss terms of all ranks from this rank's `terms`, in proportion to its samples of the batches
+        that these are of, or to its shares of those of which it is not told how many samples all ranks have. None if
+        it has no share. `ScaledResiduals` takes it as the weight of the sum that a residual goes into."""
         planner, last = self.balancer.planner, max(self.balancer.step, 0)
         first = planner.plans[0].step  # later than some of the batches if ranks have changed between two exchanges
-        plans = [planner.plan_at(max(last - before, first)) for before in range(self.count.batches)]
-        planned = sum(plan.shares[self.engine.rank] for plan in plans)
-        return terms * self.balancer.global_batch_size / planned if planned else None
+        steps = [max(last - before, first) for before in range(self.count.batches)]
+        planned = [(planner.plan_at(step).shares[self.engine.rank], self.balancer.global_batch_size) for step in steps]
+        parts = [self._told.get(step, part) for step, part in zip(steps, planned, strict=True)]
+        if own := sum(samples for samples, _ in parts):
+            return terms * sum(whole for _, whole in parts) / own
+        return 0.0 if any(share for share, _ in planned) else None
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,

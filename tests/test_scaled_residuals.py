@@ -217,6 +217,61 @@ def test_a_short_last_batch_of_synchronous_steps(shares):
     assert max(World(2).run(program)) <= 1.0 + 1e-6
 
 
+class Linear(torch.utils.data.Dataset):
+    """Samples whose gradients are what they are, whatever the parameters."""
+
+    def __init__(self, length):
+        self.gradients = torch.randn(length, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).double() + 0.5
+
+    def __len__(self):
+        return len(self.gradients)
+
+    def __getitem__(self, index):
+        return self.gradients[index]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("shares", "rest"), [((14, 2), 1), ((14, 2), 9), ((13, 3), 13), ((20, 11, 1), 23)])
+def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest, passes):
+    """A loader knows how many samples all ranks have in it. By this rank's share of them, rounded, it would be off by
+    half a sample's part; of two samples, by a quarter."""
+    whole, data = sum(shares), Linear(3 * sum(shares) + rest)
+    batches: dict[int, list[torch.Tensor]] = {}
+
+    def program(engine):
+        weights = torch.nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.float64))
+        balancer = hvd.Balancer(whole, shares=shares, min_share=0, adaptive=False, engine=engine)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weights], lr=1.0), balancer=balancer, backward_passes_per_step=passes,
+            compression=hvd.Compression.topk(0.1, warmup_steps=0),
+        )  # fmt: skip
+        loader = hvd.BalancedDataLoader(data, balancer=balancer)
+
+        def step(gradients):
+            batches.setdefault(balancer.step, []).extend(gradients)
+            (weights * gradients).sum((1, 2)).mean().backward()
+            if balancer.step % passes == passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for _ in range(4):
+            for gradients in loader:
+                step(gradients)
+        for _ in range(passes):  # of the usual weight, so that what is left is in units of that
+            balancer.begin(shares[engine.rank])
+            step(torch.zeros(shares[engine.rank], SIZE, SIZE, dtype=torch.float64))
+        return weights.detach(), optimizer._reducer._step.residuals()[weights].reshape(SIZE, SIZE)
+
+    ended = World(len(shares)).run(program)
+    sums = [torch.stack(each).sum(0) for each in batches.values()]
+    counts = [len(each) for each in batches.values()]
+    due = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+    for at in range(0, len(sums), passes):
+        due += passes * sum(sums[at : at + passes]) / sum(counts[at : at + passes])
+    left = sum(each for _, each in ended) / len(shares)  # a weight of 1 is that of a mean share
+    torch.testing.assert_close(left - ended[0][0], due, rtol=1e-9, atol=1e-9)
+
+
 def test_what_was_given_back_twice_is_kept_as_a_whole():
     """As where ranks change once more before the next exchange."""
 
