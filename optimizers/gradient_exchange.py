@@ -214,17 +214,32 @@ class GradientExchange:
         self._to_choose |= report.chooses
 
     def _reference(self, terms: float) -> float | None:
-        """Estimates the loss terms of all ranks from this rank's `terms`, in proportion to its samples of the batches
-        that these are of, or to its shares of those of which it is not told how many samples all ranks have. None if
-        it has no share. `ScaledResiduals` takes it as the weight of the sum that a residual goes into."""
-        planner, last = self.balancer.planner, max(self.balancer.step, 0)
-        first = planner.plans[0].step  # later than some of the batches if ranks have changed between two exchanges
-        steps = [max(last - before, first) for before in range(self.count.batches)]
-        planned = [(planner.plan_at(step).shares[self.engine.rank], self.balancer.global_batch_size) for step in steps]
-        parts = [self._told.get(step, part) for step, part in zip(steps, planned, strict=True)]
-        if own := sum(samples for samples, _ in parts):
-            return terms * sum(whole for _, whole in parts) / own
-        return 0.0 if any(share for share, _ in planned) else None
+        """Estimates the loss terms of a batch over all ranks, the mean of the batches that this rank's `terms` are of,
+        in proportion to its samples of these. None if it has no share. `ScaledResiduals` takes it as the weight of the
+        sum that a residual goes into."""
+        steps = self._steps
+        own, whole = map(sum, zip(*map(self._samples_of, steps), strict=True))
+        if own:
+            return terms * whole / (own * len(steps))
+        return 0.0 if any(self.balancer.plan_at(step).shares[self.engine.rank] for step in steps) else None
+
+    @property
+    def _part(self) -> float:
+        """The part of whole batches that all ranks have in those that the next exchange is over."""
+        steps = self._steps
+        return sum(self._samples_of(step)[1] for step in steps) / (self.balancer.global_batch_size * len(steps))
+
+    @property
+    def _steps(self) -> Sequence[int]:
+        """The batches that the next exchange is over, the last one first."""
+        last = max(self.balancer.step, 0)
+        first = self.balancer.planner.plans[0].step  # later than some if ranks have changed between two exchanges
+        return [max(last - before, first) for before in range(self.count.batches)]
+
+    def _samples_of(self, step: int) -> tuple[int, int]:
+        """The samples of this rank and of all ranks in a batch, by the plan if nobody has told how many all have."""
+        planned = self.balancer.plan_at(step).shares[self.engine.rank], self.balancer.global_batch_size
+        return self._told.get(step, planned)
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
@@ -252,6 +267,7 @@ class GradientExchange:
             name=name,
             keeps=self._routing.keeps,
             weight=lambda: self._reference(terms()),
+            part=lambda: self._part,
             fails=lambda total: bool(failed_in(total, ranks=self.engine.size)),
             choose=routing,
         )

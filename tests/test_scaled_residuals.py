@@ -230,45 +230,47 @@ class Linear(torch.utils.data.Dataset):
         return self.gradients[index]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+def optimizer_of(weights, balancer, passes):
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD([weights], lr=1.0), balancer=balancer, backward_passes_per_step=passes,
+        compression=hvd.Compression.topk(0.1, warmup_steps=0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize(("shares", "rest"), [((14, 2), 1), ((14, 2), 9), ((13, 3), 13), ((20, 11, 1), 23)])
-def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest, passes):
+def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest, passes, anew):
     """A loader knows how many samples all ranks have in it. By this rank's share of them, rounded, it would be off by
-    half a sample's part; of two samples, by a quarter."""
+    half a sample's part; of two samples, by a quarter. An optimizer that is made anew after it sends all that was left.
+    """
     whole, data = sum(shares), Linear(3 * sum(shares) + rest)
     batches: dict[int, list[torch.Tensor]] = {}
+    updates = [range(at, min(at + passes, 4)) for at in range(0, 4, passes)]  # of an epoch's four batches
 
     def program(engine):
         weights = torch.nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.float64))
         balancer = hvd.Balancer(whole, shares=shares, min_share=0, adaptive=False, engine=engine)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weights], lr=1.0), balancer=balancer, backward_passes_per_step=passes,
-            compression=hvd.Compression.topk(0.1, warmup_steps=0),
-        )  # fmt: skip
+        optimizer = optimizer_of(weights, balancer, passes)
         loader = hvd.BalancedDataLoader(data, balancer=balancer)
-
-        def step(gradients):
-            batches.setdefault(balancer.step, []).extend(gradients)
-            (weights * gradients).sum((1, 2)).mean().backward()
-            if balancer.step % passes == passes - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-
         for _ in range(4):
-            for gradients in loader:
-                step(gradients)
-        for _ in range(passes):  # of the usual weight, so that what is left is in units of that
-            balancer.begin(shares[engine.rank])
-            step(torch.zeros(shares[engine.rank], SIZE, SIZE, dtype=torch.float64))
+            for index, gradients in enumerate(loader):
+                batches.setdefault(balancer.step, []).extend(gradients)
+                (weights * gradients).sum((1, 2)).mean().backward()
+                if any(index == update[-1] for update in updates):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if anew:
+                optimizer = optimizer_of(weights, balancer, passes)
         return weights.detach(), optimizer._reducer._step.residuals()[weights].reshape(SIZE, SIZE)
 
     ended = World(len(shares)).run(program)
-    sums = [torch.stack(each).sum(0) for each in batches.values()]
-    counts = [len(each) for each in batches.values()]
     due = torch.zeros(SIZE, SIZE, dtype=torch.float64)
-    for at in range(0, len(sums), passes):
-        due += passes * sum(sums[at : at + passes]) / sum(counts[at : at + passes])
-    left = sum(each for _, each in ended) / len(shares)  # a weight of 1 is that of a mean share
+    for epoch in range(4):
+        for update in updates:
+            samples = [sample for index in update for sample in batches[4 * epoch + index]]
+            due += len(update) * sum(samples) / len(samples)
+    left = sum(each for _, each in ended) / len(shares)  # a weight of 1 is that of a mean share of a whole batch
     torch.testing.assert_close(left - ended[0][0], due, rtol=1e-9, atol=1e-9)
 
 
@@ -290,6 +292,28 @@ def test_what_is_given_back_is_of_the_last_weight_as_what_was_kept_here_is(weigh
     carry.add([np.full(3, 6.0)])
     carry.add_to(0, array, weight)
     assert array.tolist() == [taken] * 3
+
+
+@pytest.mark.parametrize("part", [0.5, 0.75, 1.0])
+def test_residuals_pass_on_in_the_unit_of_whole_batches(part):
+    """What a short batch has left is of a whole one for who takes it; a short one takes a part of that."""
+
+    class Kept(Nothing):
+        def add_residual_to(self, array):
+            array += 3.0 * part  # of a sum of the weight 8 * part
+
+    before, after = ScaledResiduals([Kept()]), ScaledResiduals([Nothing()])
+    before.add_to(0, np.zeros(2), 8.0 * part, part=part)
+    before.end_step(True)
+    (kept,) = before.residuals([np.zeros(2)])
+    assert kept.tolist() == [3.0] * 2
+    after.add([kept])
+    array = np.zeros(2)
+    after.add_to(0, array, 40.0 * part, part=part)
+    assert array.tolist() == [3.0 * part] * 2
+    after.end_step(False)
+    (kept,) = after.residuals([np.zeros(2)])
+    assert kept.tolist() == [3.0] * 2
 
 
 def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():
