@@ -237,18 +237,23 @@ class Balancer:
         with self.dialogue.horizon.reaching(step):
             return self.plan_at(step)
 
-    def begin(self, samples: int) -> None:
-        """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
+    def begin(self, samples: int, *, whole: int | None = None) -> None:
+        """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch.
+
+        Args:
+            whole: samples of the batch over all ranks; None: not known. Codecs with error feedback scale by it what
+                they have kept back, and estimate it otherwise, as if all ranks had `samples` by their shares.
+        """
         self.batch_order.any_begins()
-        self._begin(samples)
+        self._begin(samples, whole)
         self.step_timer.run()
 
-    def _begin(self, samples: int) -> None:
+    def _begin(self, samples: int, whole: int | None = None) -> None:
         check_whole("samples", samples, least=0)
         self.departure.check()
         self.count_warnings.begins(self.progress.backward_passes)
         self.step += 1
-        self.progress.begin_batch(samples)
+        self.progress.begin_batch(samples, whole)
         self.step_timer.begin(samples)
         self.exchanges.on_begin()
         self.progress.begin_part()

@@ -74,6 +74,7 @@ class GradientExchange:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.count = ExchangeCount(lambda: balancer.progress.backward_passes, batches_per_exchange)
+        self._told: dict[int, tuple[int, int]] = {}  # by batch, of the last ones: samples of this rank and of all ranks
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)
@@ -114,6 +115,12 @@ class GradientExchange:
     def begin(self) -> None:
         """Counts a global batch that begins. If ranks have agreed to choose routes anew, does so, a collective call."""
         self.count.begin()
+        progress, step = self.balancer.progress, self.balancer.step
+        self._told.pop(step, None)
+        if progress.whole is not None:
+            self._told[step] = progress.samples, progress.whole
+        while len(self._told) > self.count.batches_per_exchange:
+            del self._told[next(iter(self._told))]
         # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
@@ -207,14 +214,32 @@ class GradientExchange:
         self._to_choose |= report.chooses
 
     def _reference(self, terms: float) -> float | None:
-        """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
-        shares of the batches that these are of. None if it has none. `ScaledResiduals` takes it as the weight of the
+        """Estimates the loss terms of a batch over all ranks, the mean of the batches that this rank's `terms` are of,
+        in proportion to its samples of these. None if it has no share. `ScaledResiduals` takes it as the weight of the
         sum that a residual goes into."""
-        planner, last = self.balancer.planner, max(self.balancer.step, 0)
-        first = planner.plans[0].step  # later than some of the batches if ranks have changed between two exchanges
-        plans = [planner.plan_at(max(last - before, first)) for before in range(self.count.batches)]
-        planned = sum(plan.shares[self.engine.rank] for plan in plans)
-        return terms * self.balancer.global_batch_size / planned if planned else None
+        steps = self._steps
+        own, whole = map(sum, zip(*map(self._samples_of, steps), strict=True))
+        if own:
+            return terms * whole / (own * len(steps))
+        return 0.0 if any(self.balancer.plan_at(step).shares[self.engine.rank] for step in steps) else None
+
+    @property
+    def _part(self) -> float:
+        """The part of whole batches that all ranks have in those that the next exchange is over."""
+        steps = self._steps
+        return sum(self._samples_of(step)[1] for step in steps) / (self.balancer.global_batch_size * len(steps))
+
+    @property
+    def _steps(self) -> Sequence[int]:
+        """The batches that the next exchange is over, the last one first."""
+        last = max(self.balancer.step, 0)
+        first = self.balancer.planner.plans[0].step  # later than some if ranks have changed between two exchanges
+        return [max(last - before, first) for before in range(self.count.batches)]
+
+    def _samples_of(self, step: int) -> tuple[int, int]:
+        """The samples of this rank and of all ranks in a batch, by the plan if nobody has told how many all have."""
+        planned = self.balancer.plan_at(step).shares[self.engine.rank], self.balancer.global_batch_size
+        return self._told.get(step, planned)
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
@@ -242,6 +267,7 @@ class GradientExchange:
             name=name,
             keeps=self._routing.keeps,
             weight=lambda: self._reference(terms()),
+            part=lambda: self._part,
             fails=lambda total: bool(failed_in(total, ranks=self.engine.size)),
             choose=routing,
         )

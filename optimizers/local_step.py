@@ -135,6 +135,7 @@ class LocalSteps:
                 name=numbered_name(name, number),
                 keeps=lossy and self._routing.keeps,
                 weight=lambda: self.rounds.residual_weight,
+                part=lambda: self.rounds.residual_part,
             )
             return Lane(exchange, buffer)
 

@@ -117,6 +117,13 @@ class MergeSender:
         # Rounded, so that it is the same number in each round of the same batches: then nothing has to be rescaled.
         return round(sent.weight / sent.reach, 9) if sent.reach else 0.0
 
+    @property
+    def residual_part(self) -> float:
+        """The part of whole batches that the contribution is over that is being sent, as `ScaledResiduals` takes it:
+        less than 1 if a short one is among them. With FedNova samples do not count, and this is 1.0."""
+        whole = self._balancer.global_batch_size / self.unit
+        return 1.0 if self._rule.weights == "fednova" else (self.residual_weight / whole or 1.0)
+
     @contextlib.contextmanager
     def missing(self) -> Iterator[None]:
         """A context in which `outgoing` is about merges that this rank misses, and so contributes nothing to.

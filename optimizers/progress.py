@@ -11,6 +11,7 @@ class BatchProgress:
 
     Attributes:
         samples: the number of this rank's samples in the batch.
+        whole: the number of all ranks' samples in the batch; None: not known.
         terms: the number of loss terms of the next backward pass; None before the first batch.
         last_pass: False while further micro-batches of the batch are to follow; the balancer sets it.
         part: number of the present part, counted over all batches.
@@ -22,6 +23,7 @@ class BatchProgress:
 
     def __init__(self) -> None:
         self.samples = 0
+        self.whole: int | None = None
         self.terms: float | None = None
         self._earlier = 0.0  # loss terms of the batch's parts before the present one
         self.last_pass = True
@@ -31,9 +33,10 @@ class BatchProgress:
         self.passed = -1
         self.backward_passes = 0
 
-    def begin_batch(self, samples: int) -> None:
-        """Begins a batch of which this rank has `samples` samples. Calls of `begin_part` and `count` follow."""
-        self.samples, self._earlier, self.last_pass = samples, 0.0, True
+    def begin_batch(self, samples: int, whole: int | None) -> None:
+        """Begins a batch of which this rank has `samples` samples, of `whole` if that is known. Calls of `begin_part`
+        and `count` follow."""
+        self.samples, self.whole, self._earlier, self.last_pass = samples, whole, 0.0, True
 
     def begin_part(self) -> None:
         """Begins the next part, of this batch or of a new one."""

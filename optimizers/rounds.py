@@ -240,6 +240,11 @@ class Rounds:
         """The weight by which residuals are scaled from merge to merge: see `MergeSender.residual_weight`."""
         return self._merge_sender.residual_weight
 
+    @property
+    def residual_part(self) -> float:
+        """The part of whole batches that a contribution is over: see `MergeSender.residual_part`."""
+        return self._merge_sender.residual_part
+
     def _outgoing(self, index: int) -> list[float]:
         """The control vector for a contribution of fragment `index`. The exchange calls it as it sends."""
         return self._merge_sender.outgoing(index, finishing=self._finishing, answers=1 + self._missed)

@@ -33,11 +33,13 @@ class Dealt(NamedTuple):
         used: the number of samples of this rank. 0 if it has none in a short batch; `indices` has one of another rank's
             samples then.
         epoch: the epoch that the batch belongs to.
+        whole: the number of samples of the global batch.
     """
 
     indices: np.ndarray
     used: int
     epoch: int
+    whole: int
 
 
 def agreement_of(balancer: Balancer) -> str:
@@ -190,7 +192,7 @@ class ShareSampler:
 
     def _mine(self, batch: np.ndarray, shares: Sequence[int], epoch: int) -> Dealt:
         mine = cut(batch, shares, self.balancer.rank)
-        return Dealt(mine if len(mine) else batch[:1], len(mine), epoch)
+        return Dealt(mine if len(mine) else batch[:1], len(mine), epoch, len(batch))
 
     @property
     def pending(self) -> int:

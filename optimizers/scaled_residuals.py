@@ -11,6 +11,10 @@ terms divided by its share (`GradientExchange`); for merges of local SGD, `Merge
 An array of much less than the usual weight takes no residual with it. Where only this rank's batch is short, W is as
 usual, and the residual would count too little; with a weight of 0 it would be lost. The residual waits for the next
 array of about the usual weight.
+
+Residuals pass from one object to another, as after an elastic reset or where an optimizer is made anew, in the unit of
+whole batches: what the residual would be if W were that of a whole batch. The last batch before, at the end of an
+epoch, is often a short one.
 """
 
 from __future__ import annotations
@@ -46,17 +50,19 @@ class ScaledResiduals:
         self._routes = list(routes)
         self._last: float | None = None  # the last weight above 0, which the routes' residuals are scaled by
         self._usual = 0.0  # the usual weight: the largest of the last ones; it halves at most from step to step
+        self._part = 1.0  # the part of a whole batch that has the weight `_last`
         self._now: float | None = None  # weight of the arrays that are being summed
+        self._part_now = 1.0  # the part of a whole batch that has that weight
         self._waits: dict[int, Any] = {}  # by array: residual divided by its weight, which no sum has taken yet
-        self._given: dict[int, Any] = {}  # by array: residual from `add`, scaled by the weight `_last`
+        self._given: dict[int, Any] = {}  # by array: residual from `add`, in the unit of whole batches
         self._taken: set[int] = set()  # arrays that are being summed together with their `_waits`
 
     def take_weights_from(self, before: ScaledResiduals) -> None:
         """Takes over the weights known to `before`, the object of other routes for the same arrays. Their residuals are
         passed to `add`."""
-        self._last, self._usual = before._last, before._usual
+        self._last, self._usual, self._part = before._last, before._usual, before._part
 
-    def add_to(self, index: int, array: Any, weight: float | None) -> None:
+    def add_to(self, index: int, array: Any, weight: float | None, *, part: float = 1.0) -> None:
         """Adds to an array, right before it is summed, the residual that it takes with it.
 
         Where the weight is that of the last step and no other residual waits, nothing is added here: the route adds
@@ -67,10 +73,13 @@ class ScaledResiduals:
             array: this rank's weighted gradient or progress, flat; changed in place.
             weight: this rank's estimate of the sum's weights, W, in the unit of the other calls; None: that of the last
                 step.
+            part: the part of a whole batch that the arrays are over.
         """
-        self._now = weight = self._last if weight is None else weight
-        if weight is None:  # no weight is known yet, neither of an array nor of a residual
-            weight = 1.0
+        if weight is None and self._last is not None:
+            weight, part = self._last, self._part
+        self._now, self._part_now = weight, part
+        if weight is None:  # no weight is known yet, neither of an array nor of a residual: a whole batch has 1
+            weight = part
         if weight == self._last and index not in self._waits and index not in self._given:
             return  # the route adds its residual itself
         verbs = verbs_of(array)
@@ -82,7 +91,7 @@ class ScaledResiduals:
                 kept /= self._last
                 waits = kept if waits is None else waits + kept
         if weight and index in self._given:
-            given = self._given.pop(index) / (self._last or weight)
+            given = self._given.pop(index) / (self._last / self._part if self._last else weight / part)
             waits = given if waits is None else waits + given
         if waits is None:
             return
@@ -102,26 +111,29 @@ class ScaledResiduals:
             for index in self._taken:
                 del self._waits[index]
             if self._now is not None:
-                self._last = self._now or self._last
+                if self._now:
+                    self._last, self._part = self._now, self._part_now
                 self._usual = max(self._now, USUAL * self._usual)
-        elif self._now is None:  # of no known weight: they are in the unit in which they were given
+        elif self._now is None:  # of no known weight: they are in the unit of whole batches
             for index in self._taken:
                 self._given[index] = self._waits.pop(index)
         self._taken.clear()
 
     def residuals(self, likes: Sequence[Any]) -> list[Any]:
-        """Returns all residual of each array, scaled to the last sum's weight; None for an array without any.
+        """Returns all residual of each array, in the unit of whole batches; None for an array without any.
 
         Args:
             likes: arrays of the same lengths, type and device, one per route.
         """
         found: list[Any] = []
+        whole = self._last / self._part if self._last else (self._now or 1.0) / self._part_now
         for index, (like, route) in enumerate(zip(likes, self._routes, strict=True)):
             verbs = verbs_of(like)
             kept = verbs.zeros([len(like)], like)
             route.add_residual_to(kept)
+            kept /= self._part
             if index in self._waits:
-                kept += self._waits[index] * (self._last or self._now or 1.0)
+                kept += self._waits[index] * whole
             if index in self._given:
                 kept += self._given[index]
             found.append(kept if verbs.largest(kept) else None)
@@ -148,12 +160,13 @@ class ScaledResiduals:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the last weights and the residuals that are held here; the routes save their own residuals."""
-        return {"last": self._last, "usual": self._usual, "waits": dict(self._waits), "given": dict(self._given)}
+        residuals = {"waits": dict(self._waits), "given": dict(self._given)}
+        return {"last": self._last, "usual": self._usual, "part": self._part, **residuals}
 
     def load_state_dict(self, state: Mapping[str, Any], likes: Sequence[Any]) -> None:
         """Loads what `state_dict` returned. Residuals become arrays of the type and device of the arrays `likes`, one
         per route."""
-        self._last, self._usual, self._now = state["last"], state["usual"], None
+        self._last, self._usual, self._part, self._now = state["last"], state["usual"], state["part"], None
         self._taken.clear()
         self._waits = {int(index): arrays_like(likes[int(index)], one) for index, one in state["waits"].items()}
         self._given = {int(index): arrays_like(likes[int(index)], one) for index, one in state["given"].items()}

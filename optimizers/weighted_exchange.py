@@ -66,6 +66,7 @@ class WeightedExchange:
         keeps: whether a route may keep a residual, which a step that is not finite must not change.
         weight: returns the weight by which residuals are scaled from one step to another, in any unit: see
             `ScaledResiduals`. Called for each bucket that is sent. None: as in the step before.
+        part: returns the part of whole batches that the step is over: see `ScaledResiduals`.
         fails: returns whether the summed control vector says that the step counts on no rank, as one has failed.
         choose: returns the routes that buckets should take from now on, given a name and the present routes.
 
@@ -86,12 +87,13 @@ class WeightedExchange:
         name: str,
         keeps: bool = False,
         weight: Callable[[], float | None] = lambda: None,
+        part: Callable[[], float] = lambda: 1.0,
         fails: Callable[[Sequence[float]], bool] = lambda sums: False,
         choose: Callable[[str, Sequence[BucketRoute]], Sequence[BucketRoute]] = lambda name, routes: routes,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self.name = rides_in, outgoing, name
-        self._keeps, self._weight, self._fails = keeps, weight, fails
+        self._keeps, self._weight, self._part, self._fails = keeps, weight, part, fails
         self._choose, self._first_name, self._choices = choose, name, 0
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
@@ -148,7 +150,7 @@ class WeightedExchange:
         elif self._rides_in is None:
             self._send_control()
         if self._keeps:
-            self._residuals.add_to(index, self._buckets[index], self._weight())
+            self._residuals.add_to(index, self._buckets[index], self._weight(), part=self._part())
         self._handles[index] = self._routes[index].start(self._buckets[index], name=self.name_of(index))
         for handle in self._handles.values():
             if isinstance(handle, Chain):

@@ -20,7 +20,7 @@ class Balancer(FrameworkFree):
         super().__init__(engine, global_batch_size=WHOLE, shares=shares if engine.size > 1 else None, **options)
         self.announced, self.terms, self.ended_epochs = [], [], 0
 
-    def announce(self, samples, *, by):
+    def announce(self, samples, *, whole, by):
         self.announced.append(samples)
 
     def announce_terms(self, terms, *, by):

@@ -8,9 +8,10 @@ pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch"
 pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
 
 
-from keras_samples import LENGTH, WHOLE, Keras, make, numbers
+from keras_samples import LENGTH, SHARES, WHOLE, Keras, arrays, make, numbers
 
-from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.keras.dataset import BalancedDataset
 
 
 class Exchange:
@@ -77,6 +78,31 @@ def test_gradients_of_a_batch_of_which_some_are_there_are_of_that_batch():
     balancer.forget(ahead=True)  # it broke off
     balancer.announce(7)
     assert balancer.terms_due == 7
+
+
+def test_it_is_known_how_many_samples_all_ranks_have_in_a_batch_that_a_dataset_announces():
+    """In a short last one as well, for codecs that keep something back."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    def program(engine):
+        balancer, seen = OfKeras(WHOLE, shares=SHARES, engine=engine), []
+
+        class Seen(Exchange):
+            def on_begin(self):
+                seen.append((balancer.progress.samples, balancer.progress.whole))
+
+        exchange = Seen()
+        balancer.exchanges.attach(exchange)
+        dataset = BalancedDataset(*arrays(), balancer=balancer)
+        dataset.on_epoch_begin()
+        for index in range(len(dataset)):
+            dataset[index]
+            balancer.exchanges.arrivals.first(exchange)
+        balancer.begin(1)
+        return seen
+
+    for batch, whole in zip(zip(*World(3).run(program), strict=True), (8, 8, 6, None), strict=True):
+        assert {told for _, told in batch} == {whole} and sum(samples for samples, _ in batch) == (whole or 3)
 
 
 def test_a_batch_that_the_script_begins_may_have_several_exchanges_although_others_are_announced():

@@ -217,6 +217,63 @@ def test_a_short_last_batch_of_synchronous_steps(shares):
     assert max(World(2).run(program)) <= 1.0 + 1e-6
 
 
+class Linear(torch.utils.data.Dataset):
+    """Samples whose gradients are what they are, whatever the parameters."""
+
+    def __init__(self, length):
+        self.gradients = torch.randn(length, SIZE, SIZE, generator=torch.Generator().manual_seed(0)).double() + 0.5
+
+    def __len__(self):
+        return len(self.gradients)
+
+    def __getitem__(self, index):
+        return self.gradients[index]
+
+
+def optimizer_of(weights, balancer, passes):
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD([weights], lr=1.0), balancer=balancer, backward_passes_per_step=passes,
+        compression=hvd.Compression.topk(0.1, warmup_steps=0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize(("shares", "rest"), [((14, 2), 1), ((14, 2), 9), ((13, 3), 13), ((20, 11, 1), 23)])
+def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest, passes, anew):
+    """A loader knows how many samples all ranks have in it. By this rank's share of them, rounded, it would be off by
+    half a sample's part; of two samples, by a quarter. An optimizer that is made anew after it sends all that was left.
+    """
+    whole, data = sum(shares), Linear(3 * sum(shares) + rest)
+    batches: dict[int, list[torch.Tensor]] = {}
+    updates = [range(at, min(at + passes, 4)) for at in range(0, 4, passes)]  # of an epoch's four batches
+
+    def program(engine):
+        weights = torch.nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.float64))
+        balancer = hvd.Balancer(whole, shares=shares, min_share=0, adaptive=False, engine=engine)
+        optimizer = optimizer_of(weights, balancer, passes)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer)
+        for _ in range(4):
+            for index, gradients in enumerate(loader):
+                batches.setdefault(balancer.step, []).extend(gradients)
+                (weights * gradients).sum((1, 2)).mean().backward()
+                if any(index == update[-1] for update in updates):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if anew:
+                optimizer = optimizer_of(weights, balancer, passes)
+        return weights.detach(), optimizer._reducer._step.residuals()[weights].reshape(SIZE, SIZE)
+
+    ended = World(len(shares)).run(program)
+    due = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+    for epoch in range(4):
+        for update in updates:
+            samples = [sample for index in update for sample in batches[4 * epoch + index]]
+            due += len(update) * sum(samples) / len(samples)
+    left = sum(each for _, each in ended) / len(shares)  # a weight of 1 is that of a mean share of a whole batch
+    torch.testing.assert_close(left - ended[0][0], due, rtol=1e-9, atol=1e-9)
+
+
 def test_what_was_given_back_twice_is_kept_as_a_whole():
     """As where ranks change once more before the next exchange."""
 
@@ -235,6 +292,28 @@ def test_what_is_given_back_is_of_the_last_weight_as_what_was_kept_here_is(weigh
     carry.add([np.full(3, 6.0)])
     carry.add_to(0, array, weight)
     assert array.tolist() == [taken] * 3
+
+
+@pytest.mark.parametrize("part", [0.5, 0.75, 1.0])
+def test_residuals_pass_on_in_the_unit_of_whole_batches(part):
+    """What a short batch has left is of a whole one for who takes it; a short one takes a part of that."""
+
+    class Kept(Nothing):
+        def add_residual_to(self, array):
+            array += 3.0 * part  # of a sum of the weight 8 * part
+
+    before, after = ScaledResiduals([Kept()]), ScaledResiduals([Nothing()])
+    before.add_to(0, np.zeros(2), 8.0 * part, part=part)
+    before.end_step(True)
+    (kept,) = before.residuals([np.zeros(2)])
+    assert kept.tolist() == [3.0] * 2
+    after.add([kept])
+    array = np.zeros(2)
+    after.add_to(0, array, 40.0 * part, part=part)
+    assert array.tolist() == [3.0 * part] * 2
+    after.end_step(False)
+    (kept,) = after.residuals([np.zeros(2)])
+    assert kept.tolist() == [3.0] * 2
 
 
 def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():

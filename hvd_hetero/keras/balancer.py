@@ -24,7 +24,8 @@ AHEAD = (
 
 
 class Announced:
-    """Batches that were announced and are not in use yet: samples of each, and terms where these are others.
+    """Batches that were announced and are not in use yet: samples of each, of this rank and of all if that is known,
+    and terms where these are others.
 
     Args:
         ahead: they are announced while others are in use.
@@ -32,6 +33,7 @@ class Announced:
 
     def __init__(self, *, ahead: bool = False) -> None:
         self.samples: deque[int] = deque()
+        self.wholes: deque[int | None] = deque()  # one for each of `samples`
         self.terms: deque[float] = deque()
         self.loaded: deque[Moment] = deque()  # when each was there, of those that are loaded ahead
         self.ahead = ahead
@@ -105,10 +107,12 @@ class Balancer(framework_free.Balancer):
         """The queue of the dataset, or the script, that announces the batch that comes next."""
         return next(reversed(self._queues.values()))
 
-    def announce(self, samples: int, *, by: Any = None) -> None:
-        """Says that a batch of `samples` follows those announced before; may be called from a thread that loads."""
+    def announce(self, samples: int, *, whole: int | None = None, by: Any = None) -> None:
+        """Says that a batch of `samples` follows those announced before, which has `whole` over all ranks, if that is
+        known; may be called from a thread that loads."""
         check_whole("samples", samples, least=0)
         if (queue := self._queues.get(by)) is not None:  # a thread may still load for a fit that was interrupted
+            queue.wholes.append(whole)
             queue.samples.append(samples)
 
     def announce_terms(self, terms: float, *, by: Any = None) -> None:
@@ -192,7 +196,7 @@ class Balancer(framework_free.Balancer):
         """Whether the batch to be exchanged next may be one that is announced."""
         return bool(self._next.samples) and not self._told and not self._instead
 
-    def begin(self, samples: int) -> None:
+    def begin(self, samples: int, *, whole: int | None = None) -> None:
         """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`.
 
         Raises:
@@ -203,7 +207,7 @@ class Balancer(framework_free.Balancer):
                 "Expected balancer.begin() before each batch. Received: a call within a tf.function, which runs it "
                 "once, when it is traced. Call it outside, in the loop that calls the function."
             )
-        super().begin(samples)
+        super().begin(samples, whole=whole)
         self.exchanges.arrivals.end_batch()
         self._told, self._instead = True, bool(self._next.samples)
         if self._instead and not self._next.unseen:
@@ -235,7 +239,7 @@ class Balancer(framework_free.Balancer):
         queue = self._next
         if queue.loaded:
             self.step_timer.loading_meter.loaded(queue.loaded.popleft())
-        self._begin(queue.samples.popleft())
+        self._begin(queue.samples.popleft(), queue.wholes.popleft())
         self._count()
         queue.unseen = True
         queue.ahead = queue.ahead or bool(queue.samples)

@@ -317,7 +317,7 @@ class BalancedDataset(UntunedDataset):
                 return loaded()
             # Announced when it is read, not when it is dealt, which may be long before: if Keras reads nothing ahead,
             # it is the next batch in use.
-            self.balancer.announce(dealt.used, by=self)
+            self.balancer.announce(dealt.used, whole=dealt.whole, by=self)
             batch, terms = loaded(), None
             if self._terms is not None:
                 parts = batch if isinstance(batch, tuple) else (batch,)

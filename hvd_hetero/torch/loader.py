@@ -249,7 +249,7 @@ class BalancedDataLoader:
                 self.balancer.batch_order.leaves()
                 raise
             self.balancer.origin = self.batch_sampler.origin
-            self.balancer.begin(loaded.samples)
+            self.balancer.begin(loaded.samples, whole=loaded.whole)
             if loaded.samples and self.balancer.count_warnings.looks_at_rows:
                 self.balancer.count_warnings.deals(fewer_rows(loaded.batch, loaded.samples))
             self.balancer.batch_order.begins(loaded.samples, first=first)
