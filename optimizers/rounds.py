@@ -149,9 +149,12 @@ class Rounds:
         return came
 
     def part_of_batch(self, samples: float) -> float:
-        """The part of the global batch begun last that is this rank's, by the plan: a script may not keep to it. For a
-        rank without a share, `samples` counts in its place."""
-        return (self.balancer.plan.shares[self.rank] or samples) / self.balancer.global_batch_size
+        """The part of a global batch that is this rank's, by the plans: a script may not keep to them. The mean over
+        the global batches of the update that the last one ends, between which the plan may change. For a rank without a
+        share in any of them, `samples`, those of the whole update, count in its place."""
+        batches, last = self._batches(), max(self.balancer.step, 0)
+        planned = sum(self.balancer.plan_at(max(last - before, 0)).shares[self.rank] for before in range(batches))
+        return (planned or samples) / (batches * self.balancer.global_batch_size)
 
     def _wait_for_merge(self, name: str) -> bool:
         """Waits until one of the merges under way has come. Returns False, and waits no longer, if another rank waits

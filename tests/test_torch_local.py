@@ -1,6 +1,7 @@
 """Local SGD through the torch face, on ranks that are threads; real ranks are in test_local_horovod.py."""
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -353,6 +354,45 @@ def test_with_accumulation_no_rank_begins_more_batches_than_it_said():
 
     (ahead, said), _ = World(2).run(program)
     assert strategy.bound_rounds * strategy.round_steps < ahead <= said
+
+
+@pytest.mark.parametrize("strategy", [EVERY_STEP, "synchronous"])
+def test_law_1_where_a_rank_is_out_from_some_batch_of_an_update_on(strategy):
+    """What a merge moves counts by the plans of all batches of an update: a rank without a share in the last one has
+    samples of those before."""
+    plans, passes, whole = [(4, 4, 4), (6, 0, 6), (0, 12, 0), (0, 12, 0)], 2, 12
+    x, y = make_data(len(plans))
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(whole, engine=engine, min_share=0, adaptive=False)
+        first = balancer.planner.plans[0]
+        balancer.planner.plans = [dataclasses.replace(first, step=at, shares=each) for at, each in enumerate(plans)]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=strategy,
+            backward_passes_per_step=passes,
+        )  # fmt: skip
+        for step, shares in enumerate(plans):
+            begin = step * whole + sum(shares[: engine.rank])
+            mine = slice(begin, begin + shares[engine.rank])
+            balancer.begin(shares[engine.rank])
+            if shares[engine.rank]:
+                nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            if step % passes == passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    one = copy.deepcopy(PROTOTYPE)
+    alone = torch.optim.SGD(one.parameters(), lr=0.1 * passes)
+    for whole_x, whole_y in zip(x.split(passes * whole), y.split(passes * whole), strict=True):
+        alone.zero_grad()
+        nn.functional.cross_entropy(one(whole_x), whole_y).backward()
+        alone.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in one.parameters()])
+    for found in World(3).run(program):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def trained_with_gaps(skipped, *, warmup_steps, phase=None, merges=False):
