@@ -20,7 +20,7 @@ from . import backend
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .content import loaded, saved
 from .dataset import BalancedDataset
-from .function import broadcast_object, broadcast_variables
+from .function import allgather_object, broadcast_object, broadcast_variables
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
 from .reducer import reducer_of
@@ -154,6 +154,9 @@ class KerasState(JobState):
 
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:
         return broadcast_object(value, root, name=name)
+
+    def _of_all(self, value: Any, *, name: str) -> list[Any]:
+        return allgather_object(value, name=name)  # whose waits are explained, unlike those of Horovod's for TensorFlow
 
     def reset(self) -> None:
         """Forgets functions that were traced for the ranks before."""
