@@ -7,7 +7,7 @@ hardware it knows keep their speeds), datasets (each sample of an epoch once in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
@@ -16,7 +16,7 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.process_set import says_removed
 from hvd_hetero.optimizers.attachment import PeerError
 
-from . import backend
+from . import absent, backend
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .content import loaded, saved
 from .dataset import BalancedDataset
@@ -225,3 +225,9 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     are made within it. A `tf.function` that reduces gradients is traced anew for other ranks.
     """
     return binding.elastic_run(backend.NAME, train, gone=_is_gone)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(absent.absent(__name__, name))
