@@ -18,6 +18,7 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.payload import gather_text
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
+from hvd_hetero.keras import backend
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.torch.elastic import TorchState
@@ -58,6 +59,17 @@ def test_values_that_are_changed_in_place_go_back(made):
         change()
         state.save()
     assert state.lock is lock, "what cannot be copied stays what it is"
+
+
+def test_keras_waits_for_the_others_in_operations_that_are_explained(monkeypatch):
+    """A wait in Horovod's own functions for TensorFlow is not: to the others this rank would be outside of any."""
+    state = keras_state(epoch=0)
+    monkeypatch.setattr(backend, "engine", lambda process_set=None: SoloEngine())
+    monkeypatch.setattr(backend.horovod, "rank", lambda: 0)
+    for name in ("allgather_object", "broadcast_object", "broadcast_variables"):
+        monkeypatch.setattr(backend.horovod, name, lambda *_, **__: pytest.fail("a wait that is not explained"), False)
+    state.sync()
+    assert state.synced
 
 
 def test_what_a_rank_reads_its_data_with_stays_its_own():

@@ -54,6 +54,32 @@ CASES = [
 ]
 
 
+# What Horovod's modules import or use among themselves.
+INTERNAL = {
+    "LocalGradientAggregationHelper", "handle_average_backwards_compatibility", "check_extension", "refs_to_vars",
+    "is_version_greater_equal_than", "split_list", "vars_to_refs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["keras", "tensorflow/keras", "tensorflow"])
+def test_a_name_of_horovods_is_here_or_says_what_takes_its_place(path):
+    tree = ast.parse((FOLDER / path / "__init__.py").read_text())
+    names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod."):
+            names |= {each.asname or each.name for each in node.names}
+    modules = {each for each in names if importlib.util.find_spec(f"horovod.{path.replace('/', '.')}.{each}")}
+    public = {name for name in names - modules - INTERNAL if not name.startswith("_")}
+    assert len(public) > 20
+    for name in public - set(dir(hvd)):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}', which Horovod has\. \w+ "):
+            getattr(hvd, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'TensorFlowState', which Horovod has\. Use hvd\.elastic\."):
+        getattr(hvd.elastic, "TensorFlowState")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"no attribute 'all_reduce'$"):
+        getattr(hvd, "all_reduce")  # noqa: B009
+
+
 @pytest.mark.parametrize(("path", "name"), CASES)
 def test_horovods_arguments_are_taken_in_their_places(path, name):
     names, defaults = theirs(path, name)

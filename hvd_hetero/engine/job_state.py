@@ -124,6 +124,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Returns the `value` of rank `root`, on all ranks. A collective call."""
         return self._horovod.broadcast_object(value, root, name=name)
 
+    def _of_all(self, value: Any, *, name: str) -> list[Any]:
+        """The values of all ranks. A collective call."""
+        return self._horovod.allgather_object(value, name=name)  # type: ignore[no-any-return]
+
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def _find_parts(self) -> None:
@@ -249,7 +253,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         horovod, late = self._horovod, self.read_late
         numbers = [balancer.stateful_parts.made for balancer in self._balancers]
         standing = (self._synced, late is None, self.commits)  # late is None: no checkpoint is left to be read here
-        said = horovod.allgather_object((standing, numbers), name="hvd_hetero.elastic.held")
+        said = self._of_all((standing, numbers), name="hvd_hetero.elastic.held")
         held, made = zip(*said, strict=True)
         root = held.index(max(held))
         found = late is not None and not any(held[root][:2]) and late()  # then on all ranks
@@ -302,7 +306,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """`leaving`, and the ranks that were told to end since the balancers last exchanged it. So ranks that get the
         signal at the same time end at the same commit. A collective call."""
         mine = self._horovod.rank() in (self.leaving or ()) or any(b.departure.leaving.said for b in self._balancers)
-        said = self._horovod.allgather_object(mine, name="hvd_hetero.elastic.leaving")
+        said = self._of_all(mine, name="hvd_hetero.elastic.leaving")
         return [rank for rank, leaves in enumerate(said) if leaves]
 
     def leave(self) -> None:

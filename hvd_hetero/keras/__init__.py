@@ -2,8 +2,10 @@
 
 What users of `horovod.keras` and `horovod.tensorflow.keras` know has its name, its arguments and its meaning here, with
 the back ends "tensorflow" and "torch" of Keras, except that functions return numpy arrays. What is ours is passed by
-its name. Not here: `Adasum`, `PartialDistributedOptimizer`, and `broadcast_global_variables`, which is TensorFlow 1's.
+its name. What is not here says what takes its place: see `absent`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
 from hvd_hetero.engine.shared_sets import add_process_set, remove_process_set
@@ -15,6 +17,7 @@ from hvd_hetero.policy.ladder import Rung
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
+from . import absent as _absent
 from . import backend, callbacks, elastic
 from .balancer import Balancer
 from .checkpoint import Checkpoint
@@ -123,3 +126,8 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+if not TYPE_CHECKING:  # a type checker knows the names that are here
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(_absent.absent(__name__, name))

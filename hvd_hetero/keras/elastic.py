@@ -7,7 +7,7 @@ hardware it knows keep their speeds), datasets (each sample of an epoch once in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
@@ -16,11 +16,11 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.process_set import says_removed
 from hvd_hetero.optimizers.attachment import PeerError
 
-from . import backend
+from . import absent, backend
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .content import loaded, saved
 from .dataset import BalancedDataset
-from .function import broadcast_object, broadcast_variables
+from .function import allgather_object, broadcast_object, broadcast_variables
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
 from .reducer import reducer_of
@@ -155,6 +155,9 @@ class KerasState(JobState):
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:
         return broadcast_object(value, root, name=name)
 
+    def _of_all(self, value: Any, *, name: str) -> list[Any]:
+        return allgather_object(value, name=name)  # whose waits are explained, unlike those of Horovod's for TensorFlow
+
     def reset(self) -> None:
         """Forgets functions that were traced for the ranks before."""
         for part in self._parts.values():
@@ -223,3 +226,9 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     are made within it. A `tf.function` that reduces gradients is traced anew for other ranks.
     """
     return binding.elastic_run(backend.NAME, train, gone=_is_gone)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(absent.absent(__name__, name))
