@@ -56,10 +56,14 @@ class Outer:
             step = delta + self.momentum * momentum if self.nesterov else momentum
         z += step if self.learning_rate == 1.0 else self.learning_rate * step
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether this optimizer can go on from the saved `state`: both have a momentum, or neither has. An empty state
+        fits any."""
+        return not state or bool(self.momentum) == ("momentum" in state)
+
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if this optimizer cannot go on from the saved `state`: it has a momentum and `state` has
-        none, or the other way round. An empty state fits any."""
-        if bool(self.momentum) != ("momentum" in state) and state:
+        """Raises ValueError if this optimizer cannot go on from the saved `state`: see `fits`."""
+        if not self.fits(state):
             raise ValueError(
                 f"outer: expected the state of {self}. Received: one with {', '.join(sorted(state)) or 'nothing'}."
             )

@@ -332,10 +332,11 @@ class Rounds:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether `state` is one for the same fragments: see `Strategy.fits`."""
+        """Whether `state` is one for the same fragments and such an outer optimizer: see `Strategy.fits`."""
         lengths = [len(fragment.store.read(fragment.index)) for fragment in self.fragments]
         kept = [{len(array) for array in outer.values()} for outer in state["outer"]]
-        return len(kept) == len(lengths) and all(has <= {mine} for has, mine in zip(kept, lengths, strict=True))
+        alike = len(kept) == len(lengths) and all(has <= {mine} for has, mine in zip(kept, lengths, strict=True))
+        return alike and all(map(self.rule.outer.fits, state["outer"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`. Parameters are not part of it: the model is what the rank holds at the next `begin`.

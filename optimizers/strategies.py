@@ -12,7 +12,7 @@ class Strategy(Protocol):
     """The local strategy of one optimizer (its rounds of local steps and merges). An elastic reset makes a new one."""
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether `state` is of the same parameters as this strategy."""
+        """Whether this strategy can go on from `state`: it is of the same parameters, and of such an optimizer."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

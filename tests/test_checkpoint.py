@@ -492,6 +492,18 @@ def test_a_state_that_is_none_is_an_error_on_every_rank(tmp_path):
         assert "rank 0: object" in str(error)
 
 
+def test_an_interval_may_be_a_number_of_numpys_on_some_ranks(tmp_path):
+    def program(engine):
+        every_steps = (3, np.int64(3))[engine.rank]
+        job, saves = made(engine, tmp_path / "x", Words(engine.rank), every_steps=every_steps), []
+        job.save = lambda: saves.append(job._steps)
+        for _ in range(7):
+            job.step()
+        return saves
+
+    assert World(2).run(program) == [[3, 6]] * 2
+
+
 @pytest.mark.parametrize("every_steps", [0, -1, 2.5, "often"])
 def test_wrong_intervals(tmp_path, every_steps):
     with pytest.raises(ValueError, match="every_steps: expected"):

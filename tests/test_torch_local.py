@@ -266,6 +266,32 @@ def test_who_fails_before_the_first_local_step_waits_for_nobody():
     assert World(2).run(program) == ["is told", "is over"]
 
 
+@pytest.mark.parametrize(("momentum", "kept"), [(0.0, False), (0.9, True)])
+def test_an_optimizer_that_is_made_anew_may_have_another_outer_one(momentum, kept):
+    """It goes on with the momentum of the one before it, if it has any itself."""
+
+    def rank(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+
+        def made(outer):
+            strategy = hvd.LocalSGD(warmup_steps=0, outer=outer)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            return hvd.DistributedOptimizer(sgd, balancer=balancer, strategy=strategy)
+
+        optimizer = made(hvd.Outer(momentum=0.5))
+        for _ in range(4):
+            balancer.begin(WHOLE // 2)
+            optimizer.zero_grad()
+            model(torch.ones(WHOLE // 2, 6).double()).square().mean().backward()
+            optimizer.step()
+        optimizer.merge()
+        optimizer = made(hvd.Outer(momentum=momentum))
+        return any(fragment.outer_state for fragment in optimizer._reducer.local.steps.rounds.fragments)
+
+    assert World(2).run(rank) == [kept] * 2
+
+
 @pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=0), "auto"])
 def test_after_a_local_strategy_a_synchronous_optimizer_is_one_as_if_it_were_the_first(strategy):
     """So a rank that could not deliver a batch trains on with the others, and nobody predicts what local steps do."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
@@ -81,7 +82,8 @@ class Checkpoint:
     def __init__(
         self, path: str | os.PathLike[str], state: State, *, engine: Engine, every_steps: int | None
     ) -> None:
-        self._file, self._state, self._engine, self._every = CheckpointFile(path), state, engine, every_steps
+        self._file, self._state, self._engine = CheckpointFile(path), state, engine
+        self._every = int(every_steps) if isinstance(every_steps, Integral) else every_steps  # of NumPy's as well
         self._steps = 0
         self._number = 0  # the number of the newest checkpoint of this job; each new one gets the next number
         self._joins = self._agree(goes_on=False)
