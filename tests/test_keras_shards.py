@@ -201,8 +201,19 @@ def test_a_stream_that_has_become_shorter_is_begun_anew():
     source.go_to(Place(2, 10))
     source.rewind(1)
     assert source.next(4, run=1)[0].tolist() == [0, 1, 2, 3] and source.place == Place(3, 0)
-    source.use(1)
+    source.use(1, run=1)
     assert source.place == Place(3, 4)
+
+
+def test_who_still_reads_for_a_run_that_is_over_uses_nothing_of_the_next():
+    source = ShardSource(Numbers(range(9)), steps=1, global_batch_size=WHOLE, rows=2)
+    source.rewind(1)
+    source.next(2, run=1)
+    source.rewind(2)
+    assert source.next(3, run=2)[0].tolist() == [0, 1, 2]
+    source.use(1, run=1)
+    source.rewind(3)
+    assert source.next(1, run=3)[0].tolist() == [0]
 
 
 def test_nested_samples_keep_together():

@@ -76,10 +76,10 @@ class Ahead:
         dealt, loading = self._loading.popleft()
         return dealt, loading.result
 
-    def use(self, batches: int) -> None:
+    def use(self, batches: int, *, run: int) -> None:
         """Says that so many batches of this run of reading were used, or are in use."""
         if isinstance(self._source, ShardSource):
-            self._source.use(batches)
+            self._source.use(batches, run=run)
 
     def forget(self, *, run: int) -> None:
         """Drops all batches that were dealt ahead, because they have to be dealt again, in a new run of reading."""

@@ -293,7 +293,7 @@ class BalancedDataset(UntunedDataset):
         # In this order: a thread that reads ahead adds up the counted and the uncounted, and must not get too many.
         self._at = self.balancer.begun(self)
         self._used += used
-        self._ahead.use(self._used)
+        self._ahead.use(self._used, run=self._run)
         for _ in range(used):
             self.sampler.used()
         self.sampler.end_epoch()
@@ -311,7 +311,7 @@ class BalancedDataset(UntunedDataset):
 
     def _fetched(self, run: int) -> Batch:
         try:
-            self._ahead.use(self._used + self._uncounted())
+            self._ahead.use(self._used + self._uncounted(), run=run)
             dealt, loaded = self._ahead.next(self.sampler.deal, run=run)
             if run != self._run:  # reading was rewound while this waited: announces nothing in the new run
                 return loaded()

@@ -78,10 +78,10 @@ class ShardSource:
                 self._given.append(_part(batch, 0, used))
         return _part(batch, 0, rows)
 
-    def use(self, batches: int) -> None:
-        """Says that so many batches of this run were used, or are in use."""
+    def use(self, batches: int, *, run: int) -> None:
+        """Says that so many batches of this run were used, or are in use; without effect once that run is over."""
         with self._lock:
-            more = max(0, batches - self._used)
+            more = max(0, batches - self._used) if run == self._run else 0
             self._used += more
             self._in_use += sum(map(rows_in, self._given[:more]))
             del self._given[:more]
