@@ -552,6 +552,40 @@ def test_a_host_in_brackets_is_no_markup(tmp_path, capsys):
     assert "[/a]b" in capsys.readouterr().out
 
 
+def test_of_ranks_that_recorded_no_step_together_it_is_not_known_who_waits(tmp_path, capsys):
+    for rank in range(2):
+        with Trace(tmp_path, rank=rank, clock=lambda: 0.0) as trace:
+            trace.plan(Plan(version=0, step=0, shares=(4, 4), reason="first plan"))
+            for step in range(40 * rank, 40 * rank + 30):
+                trace.step(step=step, samples=4, compute_s=0.05, wait_s=0.01, share=4, t_s=0.1 * step)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Too few steps were recorded by all ranks to tell who waits for whom." in capsys.readouterr().out
+
+
+def test_where_no_cause_makes_half_of_the_waiting_none_is_named(tmp_path, capsys):
+    ranks = RecordedRanks(tmp_path, 2)
+    for step in range(60):
+        ranks.step(step, compute=[0.05, 0.1], data=[0.0, 0.05], rest=[0.0, 0.05], shares=(4, 4))
+    ranks.read()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "100 % of that for rank 1.\n" in capsys.readouterr().out
+
+
+def test_of_local_steps_alone_the_time_of_a_step_is_not_told(tmp_path, capsys):
+    ranks = RecordedRanks(tmp_path, 2)
+    for trace in ranks.traces:
+        trace.plan(Plan(version=0, step=0, shares=(6, 2), reason="first plan"))
+        trace.event("apart", step=0)
+    for step in range(60):
+        ranks.step(step, compute=[0.06, 0.06], shares=(6, 2))
+    ranks.read()
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["shares"], found["step_s"], found["exchange_s"]) == ([6, 2], None, 0.0)
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "a step with shares" not in capsys.readouterr().out
+
+
 def test_events_are_told_in_the_order_of_steps_where_clocks_are_hours_apart(tmp_path, capsys):
     """As of a rank that comes from a host with a clock of its own."""
     now, offs = [1e6], (0, -7200, 7200)

@@ -52,6 +52,8 @@ def test_noise_that_hides_the_slope_still_gives_a_link():
     assert falling.latency_s == 0.0 and falling.bandwidth_bytes_per_s == pytest.approx(4000 / 0.001)
     single = fit_link([1000, 1000, 1000], [0.002, 0.001, 0.009])
     assert single.bandwidth_bytes_per_s == pytest.approx(1000 / 0.002)
+    near = fit_link([1000, 2000], [0.001, 0.0015])  # of no size does the bandwidth make most of the time
+    assert (near.latency_s, near.bandwidth_bytes_per_s) == (pytest.approx(0.0005), pytest.approx(2e6))
     steep = fit_link([1000, 4000], [1e-4, 1e-3])      # the line would begin below 0
     assert steep.latency_s == 0.0 and steep.bandwidth_bytes_per_s > 0
 
