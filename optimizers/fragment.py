@@ -38,6 +38,8 @@ class LocalProgress:
     Attributes:
         steps: local steps, including those in which this rank had no sample.
         samples: loss terms of all steps.
+        of_all: an estimate of the loss terms of all ranks in the global batches of these steps, each times this rank's
+            planned part of that batch. Without short batches, as many as `samples`.
         lr_sum: sum of learning rate times `gradients` of each step with samples.
         gradients: number of steps with samples. A step counts for less than 1 where its gradient is a mean over several
             batches and this rank had no sample of some of them, or where this rank makes a part of each update
@@ -48,14 +50,19 @@ class LocalProgress:
 
     steps: int = 0
     samples: float = 0.0
+    of_all: float = 0.0
     lr_sum: float = 0.0
     gradients: float = 0.0
     batches: float = 0.0
     rate_batches: float = 0.0
 
-    def add(self, samples: float, lr: float, part: float, gradients: float = 1.0) -> None:
-        """Adds a local step over `samples` loss terms, where `part` of the global batch was this rank's."""
+    def add(
+        self, samples: float, lr: float, part: float, gradients: float = 1.0, of_all: float | None = None
+    ) -> None:
+        """Adds a local step over `samples` loss terms, where `part` of the global batch was this rank's. `of_all`: see
+        there; None: as many as `samples`."""
         self.steps += 1
+        self.of_all += samples if of_all is None else of_all
         self.batches += part
         self.rate_batches += part * lr
         if samples:

@@ -111,11 +111,15 @@ class MergeSender:
         """The weight by which `ScaledResiduals` scales residuals in the contribution that is being sent: w / r.
 
         The merge multiplies what is sent by sum r / sum w, for which r / w of this rank is an estimate. So a residual
-        moves the model as far as it would have in the merge that left it, also where the rank's share has changed.
+        moves the model as far as it would have in the merge that left it, also where the rank's share has changed. In
+        short batches, of which this rank's part is rounded, w is what it would be of all samples, in proportion.
         """
-        sent = self._sending.contribution
+        sent, work = self._sending.contribution, self._sending.work
+        if not sent.reach or not sent.weight:
+            return 0.0
+        weight = sent.weight if self._rule.weights == "fednova" else work.of_all / self.unit
         # Rounded, so that it is the same number in each round of the same batches: then nothing has to be rescaled.
-        return round(sent.weight / sent.reach, 9) if sent.reach else 0.0
+        return round(weight / sent.reach, 9)
 
     @property
     def residual_part(self) -> float:

@@ -134,7 +134,7 @@ class Rounds:
         self._stepped += 1
         self._merge_sender.measured(*compute)
         for fragment in self.fragments:
-            fragment.work.add(samples, lr, self.part_of_batch(samples), gradients)
+            fragment.work.add(samples, lr, self.part_of_batch(samples), gradients, self._part_of_all(samples))
         came = self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
@@ -155,6 +155,15 @@ class Rounds:
         batches, last = self._batches(), max(self.balancer.step, 0)
         planned = sum(self.balancer.plan_at(max(last - before, 0)).shares[self.rank] for before in range(batches))
         return (planned or samples) / (batches * self.balancer.global_batch_size)
+
+    def _part_of_all(self, samples: float) -> float | None:
+        """What a step over `samples` loss terms adds to `LocalProgress.of_all`. None: it is not known how many samples
+        all ranks have in its batch, or there are several."""
+        progress = self.balancer.progress
+        if progress.whole is None or self._batches() > 1:
+            return None
+        per_sample = samples / progress.samples if progress.samples else 1.0
+        return per_sample * progress.whole * self.part_of_batch(samples)
 
     def _wait_for_merge(self, name: str) -> bool:
         """Waits until one of the merges under way has come. Returns False, and waits no longer, if another rank waits

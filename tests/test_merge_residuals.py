@@ -86,3 +86,44 @@ def test_a_residual_moves_the_model_as_far_on_other_ranks(make):
     whole = (gradient_of(0) + gradient_of(1)) / 2
     assert (two[0][0] + whole).norm() > 0.1 * whole.norm(), "much is kept back"
     assert (two[0][0] + three[0][0] + whole).norm() <= 1e-12 * whole.norm()
+
+
+class Linear(torch.utils.data.Dataset):
+    """Samples whose gradients are what they are, whatever the parameters."""
+
+    def __init__(self, length):
+        self.gradients = torch.randn(length, 64, 64, generator=torch.Generator().manual_seed(0)).double() + 0.5
+
+    def __len__(self):
+        return len(self.gradients)
+
+    def __getitem__(self, index):
+        return self.gradients[index]
+
+
+@pytest.mark.parametrize(("shares", "rest"), [((8, 8), 9), ((14, 2), 4), ((14, 2), 13), ((4, 4, 4), 7)])
+def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest):
+    """A loader knows how many samples all ranks have in it; a rank's part of them is rounded, and may be none."""
+    data, batches = Linear(3 * sum(shares) + rest), {}
+
+    def program(engine):
+        torch.set_num_threads(1)
+        weight = nn.Parameter(torch.zeros(64, 64).double())
+        balancer = hvd.Balancer(sum(shares), shares=shares, min_share=0, adaptive=False, engine=engine)
+        optimizer = optimizer_of(weight, balancer, density=0.1)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer)
+        for _ in range(4):
+            for gradients in loader:
+                batches.setdefault(balancer.step, []).extend(gradients)
+                optimizer.zero_grad()
+                if len(gradients):
+                    (weight * gradients).sum((1, 2)).mean().backward()
+                optimizer.step()
+        optimizer.merge()
+        (keeper,) = balancer.keepers.named.values()
+        (((kept,),), unit) = keeper.residuals()["merges"]
+        return weight.detach().reshape(-1), kept * unit
+
+    ended = World(len(shares)).run(program)
+    due = sum(torch.stack(each).mean(0) for each in batches.values()).reshape(-1)
+    torch.testing.assert_close(ended[0][0] + sum(kept for _, kept in ended), -due, rtol=1e-9, atol=1e-9)
