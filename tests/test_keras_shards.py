@@ -216,6 +216,18 @@ def test_who_still_reads_for_a_run_that_is_over_uses_nothing_of_the_next():
     assert source.next(1, run=3)[0].tolist() == [0]
 
 
+def test_a_rank_that_stays_the_same_among_as_many_goes_on_after_an_elastic_reset():
+    balancer = Balancer(SoloEngine())
+    data = shards(Numbers(range(1000)), balancer)
+    firsts = [used(data, balancer)[0]]
+    data._restart()
+    firsts.append(used(data, balancer)[0])
+    balancer.size = 2
+    data._restart()
+    firsts.append(used(data, balancer)[0])
+    assert firsts == [0, 4 * WHOLE, 0]
+
+
 def test_nested_samples_keep_together():
     samples = [({"a": np.full(2, n), "b": n}, n + 0.5) for n in range(20)]
     source = ShardSource(lambda epoch: iter(samples), steps=2, global_batch_size=WHOLE, rows=2)

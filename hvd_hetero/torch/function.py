@@ -149,10 +149,12 @@ def broadcast_optimizer_state(
             tensors.append(value.detach())
         # The strides keep the memory format, which fused optimizers depend on.
         strides = () if inline is not None else torch.empty_like(value, device="meta").stride()
-        return _Described(value.shape, strides, value.dtype, value.device.type, inline)
+        return _Described(value.shape, strides, value.dtype, value.device.type, value.device.type in places, inline)
 
     def received(value: _Described) -> torch.Tensor:
-        device = places.get(value.device, value.device)
+        # Ranks may be of unlike devices. A count of steps that is on the host stays there.
+        beside = next(iter(places.values())) if value.beside and value.shape else "cpu"
+        device = places.get(value.device, beside)
         if value.inline is not None:
             return value.inline.to(device)
         tensors.append(torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=device))
@@ -176,6 +178,7 @@ class _Described(NamedTuple):
     strides: tuple[int, ...]  # of one that is broadcast separately
     dtype: torch.dtype
     device: str
+    beside: bool  # whether parameters of the rank that sends are on such a device
     inline: torch.Tensor | None
 
 

@@ -86,11 +86,14 @@ def kept_and_restored(model, optimizer, balancer):
     """Broadcasts, a commit, and a checkpoint, all of which leave everything as it was."""
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for parameter, kept in optimizer.state.items():
+        assert all(each.device == parameter.device for each in kept.values() if each.ndim), kept
     state = hvd.elastic.TorchState(model, optimizer, balancer=balancer, epoch=0)
     state.commit()
     with torch.no_grad():
         model[0].weight.mul_(2.0)
     state.restore()
+    state.sync()
     with kept_in_a_file(state) as checkpoint:
         checkpoint.save()
         with torch.no_grad():
@@ -118,6 +121,19 @@ def alike(program=trained, **options):
         if "compression" in options:
             exact = program(HOST, **{name: value for name, value in options.items() if name != "compression"})
             assert not all(map(there.alike, exact, here)), "the codec did nothing"
+
+    return check
+
+
+def on_unlike_ranks(**options):
+    """A check that a rank on the device and one on the host train together as two on the host do."""
+
+    def check():
+        here = trained(HOST, **options)
+        for devices in ((HOST, DEVICE), (DEVICE, HOST)):
+            mixed = trained(devices[hvd.rank()], **options)
+            differ = [index for index, pair in enumerate(zip(mixed, here, strict=True)) if not there.alike(*pair)]
+            assert not differ, f"tensors {differ} of the model on {devices[hvd.rank()]}"
 
     return check
 
@@ -228,6 +244,12 @@ CHECKS = {
     ),
     "loader": alike(with_a_loader),
     "closure": alike(with_a_closure),
+    "unlike": on_unlike_ranks(clip=True),
+    "unlike_kept": on_unlike_ranks(kind=torch.optim.AdamW, keep=True),
+    "unlike_int8": on_unlike_ranks(compression=Compression.int8),
+    "unlike_local": on_unlike_ranks(
+        strategy=hvd.LocalSGD(round_steps=2, bound_rounds=0), kind=torch.optim.AdamW, compression=Compression.int8
+    ),
     "guarded": guarded,
     "one_look_a_step": one_look_a_step,
 }
