@@ -192,6 +192,8 @@ def test_a_stream_that_is_not_to_resume_has_no_place():
     data = shards(Numbers(range(100)), balancer, resumes=False)
     used(data, balancer)
     assert list(balancer.stateful_parts.own_state_dict().values()) == [{}]
+    data.load_own_state_dict({"ranks": (0, 1), "place": [0, 50]})  # as a run that was to resume has saved it
+    assert used(data, balancer)[0] == 4 * WHOLE, "it goes on in this process"
     with pytest.raises(TypeError, match="resumes: expected True, as a state has the place"):
         BalancedDataset(np.ones(8), balancer=balancer, resumes=False)
 

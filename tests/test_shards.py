@@ -214,8 +214,9 @@ def test_places_are_of_one_rank_among_as_many_with_as_many_processes():
     assert again.epoch()[0][0] == 2 * WHOLE
 
 
-def test_a_stream_that_is_not_to_resume_begins_anew():
-    job = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2, resumes=False)
+@pytest.mark.parametrize("resumed_before", [False, True])
+def test_a_stream_that_is_not_to_resume_begins_anew(resumed_before):
+    job = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2, resumes=resumed_before)
     job.epoch()
     again = Job(SoloEngine(), Shard(0, 100), steps_per_epoch=2, resumes=False)
     resume(again, kept(job))

@@ -360,7 +360,7 @@ class BalancedDataset(UntunedDataset):
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the place of `state`, if it is that of this rank among as many."""
-        if isinstance(self._source, ShardSource) and state and tuple(state["ranks"]) == self._ranks:
+        if self._resumes and state and tuple(state["ranks"]) == self._ranks and isinstance(self._source, ShardSource):
             self._source.go_to(Place(*state["place"]))
 
     def _restart(self) -> None:
