@@ -13,7 +13,7 @@ from .agreement import agree_on
 from .argument import check_whole
 from .balancer import Balancer
 from .sampler import agreement_of
-from .stream import Order, Place, Start, StreamSampler
+from .stream import Order, Start, StreamPlace, StreamSampler
 
 SHARDS = "streams of the ranks' own (sharded=True)"
 
@@ -108,7 +108,7 @@ class ShardSampler(StreamSampler):
             shares = self.balancer.deal(self.balancer.step + 1 + ordered - self._answers).shares
             yield Order(run, epoch, rank, tuple(shares), start)
 
-    def reached(self, reader: int, place: Place) -> None:
+    def reached(self, reader: int, place: StreamPlace) -> None:
         """Says where in its stream a reader is after the batch that is in use now."""
         if self._resumes:
             self._start = Start(self._start.number, {**self._start.places, reader: place})
@@ -123,7 +123,7 @@ class ShardSampler(StreamSampler):
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the places of `state`, if it is that of this rank among as many, with as many readers."""
         if self._resumes and state and (tuple(state["ranks"]), state["readers"]) == (self._ranks, self._readers):
-            places = {reader: Place(*place) for reader, *place in state["places"]}
+            places = {reader: StreamPlace(*place) for reader, *place in state["places"]}
             self._start = Start(self._start.number + 1, places)
 
     @property

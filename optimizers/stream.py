@@ -21,7 +21,7 @@ from .sampler import agreement_of
 A_STREAM = "a stream (IterableDataset)"
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """A place in a stream that is begun anew where it ends.
 
     Attributes:
@@ -43,7 +43,7 @@ class Start(NamedTuple):
     """
 
     number: int
-    places: Mapping[int, Place]
+    places: Mapping[int, StreamPlace]
 
 
 class Order(NamedTuple):

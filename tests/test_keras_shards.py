@@ -14,7 +14,7 @@ from keras_samples import SHARES, WHOLE, Balancer, Batches, Keras, used
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.shards import ShardSource
-from hvd_hetero.optimizers.stream import Place
+from hvd_hetero.optimizers.stream import StreamPlace
 
 LENGTHS = (40, 7, 13)
 
@@ -200,11 +200,11 @@ def test_a_stream_that_is_not_to_resume_has_no_place():
 
 def test_a_stream_that_has_become_shorter_is_begun_anew():
     source = ShardSource(Numbers(range(9)), steps=1, global_batch_size=WHOLE, rows=2)
-    source.go_to(Place(2, 10))
+    source.go_to(StreamPlace(2, 10))
     source.rewind(1)
-    assert source.next(4, run=1)[0].tolist() == [0, 1, 2, 3] and source.place == Place(3, 0)
+    assert source.next(4, run=1)[0].tolist() == [0, 1, 2, 3] and source.place == StreamPlace(3, 0)
     source.use(1, run=1)
-    assert source.place == Place(3, 4)
+    assert source.place == StreamPlace(3, 4)
 
 
 def test_who_still_reads_for_a_run_that_is_over_uses_nothing_of_the_next():

@@ -11,7 +11,7 @@ from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
 from hvd_hetero.optimizers.shards import check_unsharded
-from hvd_hetero.optimizers.stream import Place
+from hvd_hetero.optimizers.stream import StreamPlace
 
 from . import backend
 from .ahead import Ahead
@@ -361,7 +361,7 @@ class BalancedDataset(UntunedDataset):
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the place of `state`, if it is that of this rank among as many."""
         if self._resumes and state and tuple(state["ranks"]) == self._ranks and isinstance(self._source, ShardSource):
-            self._source.go_to(Place(*state["place"]))
+            self._source.go_to(StreamPlace(*state["place"]))
 
     def _restart(self) -> None:
         """Begins the stream anew, if an elastic job's ranks are others now: they have other streams."""

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from hvd_hetero.optimizers.shards import check_steps
-from hvd_hetero.optimizers.stream import Place
+from hvd_hetero.optimizers.stream import StreamPlace
 
 from .batch import Batch, joined, packed, rows_in, stacked
 from .stream import check_samples, is_function, is_tf_data, let_go, read
@@ -44,7 +44,7 @@ class ShardSource:
             _check(samples)
         self._samples, self._length, self._rows = samples, int(steps or 0) * global_batch_size, rows
         self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
-        self._next: Place | None = None  # the place at which the stream is to be begun, if that is given
+        self._next: StreamPlace | None = None  # the place at which the stream is to be begun, if that is given
         self._begun: list[tuple[int, int]] = []  # of each pass, the number, and `_taken` before its first sample
         self._taken = self._in_use = 0  # samples read, and samples of batches in use, of all passes
         self._waiting: list[Batch] = []  # samples that were read, and are in no batch yet
@@ -87,13 +87,13 @@ class ShardSource:
             del self._given[:more]
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> StreamPlace | None:
         """The place after the samples that are in use; None if nothing was read."""
         with self._lock:
             while len(self._begun) > 1 and self._begun[1][1] <= self._in_use:
                 del self._begun[0]
             if self._begun:
-                return Place(self._begun[0][0], self._in_use - self._begun[0][1])
+                return StreamPlace(self._begun[0][0], self._in_use - self._begun[0][1])
             return self._next
 
     def rewind(self, run: int) -> None:
@@ -108,7 +108,7 @@ class ShardSource:
         """Begins the stream anew with the next batch, as when the ranks of an elastic job are others."""
         self.go_to(None)
 
-    def go_to(self, place: Place | None) -> None:
+    def go_to(self, place: StreamPlace | None) -> None:
         """Goes on from `place` with the next batch; None: from the beginning of a new pass."""
         with self._lock:
             self._waiting.clear()

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hvd_hetero.optimizers.shards import ShardSampler
-from hvd_hetero.optimizers.stream import Order, Place
+from hvd_hetero.optimizers.stream import Order, StreamPlace
 
 from .feed import Loaded, WorkerSeed, end_persistent, iterating, seed_of
 from .row import none_of
@@ -28,7 +28,7 @@ class _Reader:
         self.dataset = dataset
         self._collate, self._seed = collate, seed
         self._start = -1  # the number of the `Start` at which it was begun
-        self._next: Place | None = None  # the place at which the stream is to be begun, if that is given
+        self._next: StreamPlace | None = None  # the place at which the stream is to be begun, if that is given
         self._stream: Stream | None = None
         self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
         self._taken = 0  # samples of this pass that were read
@@ -49,7 +49,8 @@ class _Reader:
         # A rank without a sample gets one, for the shape of the batch, that stays the next one.
         batch = self._collate(self._waiting[: max(1, share)])
         del self._waiting[:share]
-        return Read(batch, share, sum(order.shares), 0, reader, Place(self._pass, self._taken - len(self._waiting)))
+        place = StreamPlace(self._pass, self._taken - len(self._waiting))
+        return Read(batch, share, sum(order.shares), 0, reader, place)
 
     def _begin(self, order: Order) -> Stream:
         """Begins a pass over the stream, at the place given if there is one."""

@@ -16,7 +16,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from hvd_hetero.optimizers.data_checksum import checksum_of_one
 from hvd_hetero.optimizers.dealer import owners
 from hvd_hetero.optimizers.draws import Draws, Generator
-from hvd_hetero.optimizers.stream import Order, Place, StreamSampler
+from hvd_hetero.optimizers.stream import Order, StreamPlace, StreamSampler
 
 from .feed import Loaded, WorkerSeed, iterating, outliving, seed_of
 from .row import none_of
@@ -34,7 +34,7 @@ class Read(NamedTuple):
     whole: int  # samples over all ranks; 0 if the stream has ended
     content: int  # checksum of samples that should be the same on all ranks
     reader: int  # number of the loading process
-    place: Place = Place(0, 0)  # where that is in a stream of the rank's own, after this batch
+    place: StreamPlace = StreamPlace(0, 0)  # where that is in a stream of the rank's own, after this batch
 
 
 class _Reader:
