@@ -243,6 +243,9 @@ class Balancer:
         Args:
             whole: samples of the batch over all ranks; None: not known. Codecs with error feedback scale by it what
                 they have kept back, and estimate it otherwise, as if all ranks had `samples` by their shares.
+
+        Raises:
+            ValueError: `samples` is no integer of at least 0, or `whole` none of at least 1 and of `samples`.
         """
         self.batch_order.any_begins()
         self._begin(samples, whole)
@@ -250,6 +253,7 @@ class Balancer:
 
     def _begin(self, samples: int, whole: int | None = None) -> None:
         check_whole("samples", samples, least=0)
+        check_whole("whole", whole, least=max(1, samples), optional=True)
         self.departure.check()
         self.count_warnings.begins(self.progress.backward_passes)
         self.step += 1

@@ -65,6 +65,15 @@ class Draws:
                 self._states = self._get()
                 self._set(before)
 
+    @property
+    def states(self) -> list[Any] | None:
+        """The states of the generators, at the end of the last context; None before the first one."""
+        return self._states
+
+    @states.setter
+    def states(self, states: list[Any]) -> None:
+        self._states = list(states)
+
     def _get(self) -> list[Any]:
         return [generator.get_state() for generator in self._generators]
 

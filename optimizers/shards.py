@@ -59,6 +59,7 @@ class ShardSampler(StreamSampler):
         resumes: whether the state of a rank has the place in its stream.
 
     Attributes:
+        resumes: as given.
         passed_over: how many orders of the present iteration come before the first of a batch.
 
     Raises:
@@ -76,7 +77,7 @@ class ShardSampler(StreamSampler):
         readers: int = 1,
         resumes: bool = True,
     ) -> None:
-        self._asked, self._readers, self._resumes = steps, readers, resumes
+        self._asked, self._readers, self.resumes = steps, readers, resumes
         self._start = Start(0, {})  # with the places after the batch in use
         self._ranks: tuple[int, int] | None = None  # the rank whose places these are, and how many there are
         super().__init__(None, balancer=balancer, seed=seed, drop_last=False, workers=0, lookahead=lookahead)
@@ -105,25 +106,27 @@ class ShardSampler(StreamSampler):
         for _ in range(self.passed_over):
             yield Order(run, epoch, rank, None, start)
         for ordered in range(self.steps - self.position):
+            if ordered == self._readers:
+                start = Start(start.number, {})  # each has been told its place, which may be a large object
             shares = self.balancer.deal(self.balancer.step + 1 + ordered - self._answers).shares
             yield Order(run, epoch, rank, tuple(shares), start)
 
     def reached(self, reader: int, place: StreamPlace) -> None:
         """Says where in its stream a reader is after the batch that is in use now."""
-        if self._resumes:
+        if self.resumes:
             self._start = Start(self._start.number, {**self._start.places, reader: place})
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The places of this rank's readers in their streams: [reader, pass, samples used] of each."""
-        if not self._resumes:
+        """The places of this rank's readers in their streams: the reader, and `StreamPlace.saved`, of each."""
+        if not self.resumes:
             return {}
-        places = [[reader, *place] for reader, place in self._start.places.items()]
+        places = [[reader, *place.saved] for reader, place in self._start.places.items()]
         return {"ranks": self._ranks, "readers": self._readers, "places": places}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the places of `state`, if it is that of this rank among as many, with as many readers."""
-        if self._resumes and state and (tuple(state["ranks"]), state["readers"]) == (self._ranks, self._readers):
-            places = {reader: StreamPlace(*place) for reader, *place in state["places"]}
+        if self.resumes and state and (tuple(state["ranks"]), state["readers"]) == (self._ranks, self._readers):
+            places = {reader: StreamPlace.restored(place) for reader, *place in state["places"]}
             self._start = Start(self._start.number + 1, places)
 
     @property

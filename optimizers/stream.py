@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .agreement import agree_on
@@ -17,6 +17,7 @@ from .argument import check_integer, check_state, check_whole
 from .balancer import Balancer, check_balancer
 from .control import ORIGINS
 from .sampler import agreement_of
+from .stream_state import Kept
 
 A_STREAM = "a stream (IterableDataset)"
 
@@ -27,10 +28,23 @@ class StreamPlace(NamedTuple):
     Attributes:
         number: of the pass over the stream.
         used: samples of this pass that were used.
+        kept: this place or an earlier one of the pass, as the stream itself keeps it; None if it keeps none.
     """
 
     number: int
     used: int
+    kept: Kept | None = None
+
+    @property
+    def saved(self) -> list[Any]:
+        """The place as lists of values, from which `restored` makes it again."""
+        return [self.number, self.used, None if self.kept is None else list(self.kept)]
+
+    @classmethod
+    def restored(cls, saved: Sequence[Any]) -> StreamPlace:
+        """The place of `saved`."""
+        number, used, kept = saved
+        return cls(number, used, None if kept is None else Kept(*kept))
 
 
 class Start(NamedTuple):

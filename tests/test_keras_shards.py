@@ -12,9 +12,11 @@ import keras
 from keras_samples import SHARES, WHOLE, Balancer, Batches, Keras, used
 
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.keras.content import loaded, saved
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.shards import ShardSource
 from hvd_hetero.optimizers.stream import StreamPlace
+from hvd_hetero.optimizers.stream_state import Kept
 
 LENGTHS = (40, 7, 13)
 
@@ -53,6 +55,34 @@ class Numbers:
         return iter(np.float32(self.samples))
 
 
+class KeepsPlace(Numbers):
+    """Numbers, and iterators over them that know their place."""
+
+    def __iter__(self):
+        self.iterator = Place(self.samples)
+        return self.iterator
+
+
+class Place:
+    def __init__(self, samples):
+        self.samples, self.at, self.given = samples, 0, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.samples):
+            raise StopIteration
+        self.at, self.given = self.at + 1, self.given + 1
+        return np.float32(self.samples[self.at - 1])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 def own(rank):
     return list(range(1000 * rank, 1000 * rank + LENGTHS[rank]))
 
@@ -63,7 +93,9 @@ def shards(samples, balancer, **options):
     )
 
 
-FORMS = pytest.mark.parametrize("form", [tf_data, Numbers, lambda samples: lambda epoch: Numbers(samples)])
+FORMS = pytest.mark.parametrize(
+    "form", [tf_data, Numbers, lambda samples: lambda epoch: Numbers(samples), KeepsPlace]
+)
 
 
 @FORMS
@@ -122,6 +154,16 @@ def test_a_rank_without_a_share_gets_a_sample_that_stays_the_next():
     assert [batch[0].tolist() for batch in batches] == [[0], [0, 1, 2], [3], [3, 4, 0, 1]]
 
 
+def test_a_stream_with_set_epoch_is_told_the_epoch_and_each_pass_after_it():
+    told = []
+    numbers = Numbers(range(5))
+    numbers.set_epoch = told.append
+    source = ShardSource(numbers, steps=2, global_batch_size=WHOLE, rows=2)
+    source.next(12, epoch=3)
+    source.next(4, epoch=9)
+    assert told == [3, 4, 5, 9]
+
+
 def test_a_function_is_told_the_epoch_and_each_pass_after_it():
     told = []
 
@@ -162,7 +204,7 @@ def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, prefetch
     for stop in range(1, 5):
         data, balancer = dataset()
         seen = some(data, balancer, stop)
-        state = data.state_dict(), balancer.stateful_parts.own_state_dict()
+        state = data.state_dict(), loaded(saved(balancer.stateful_parts.own_state_dict()))
         data, balancer = dataset()
         data.load_state_dict(state[0])
         balancer.stateful_parts.load_own_state_dict(state[1])
@@ -173,6 +215,66 @@ def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, prefetch
         balancer.stateful_parts.load_own_state_dict(state[1])  # goes back, as an elastic job does
         assert some(data, balancer, 2) == ahead
         assert seen + ahead == expected[: (stop + 5) * WHOLE]
+
+
+def test_a_stream_that_knows_its_place_is_not_read_again():
+    def read(source, *counts):
+        taken = []
+        for count in counts:
+            taken += source.next(count, run=1)[0].astype(int).tolist()
+        return taken
+
+    def resumed(place):
+        numbers = KeepsPlace(range(50))
+        source = ShardSource(numbers, steps=1, global_batch_size=WHOLE, rows=2)
+        source.go_to(StreamPlace.restored(loaded(saved(place.saved))))
+        source.rewind(1)
+        return source, numbers
+
+    source, numbers = resumed(StreamPlace(0, 0))
+    read(source, *[5] * 6)
+    source.use(4, run=1)
+    assert source.place[:2] == (0, 20)
+    again, numbers = resumed(source.place)
+    assert again.place == source.place, "also before anything is read"
+    assert read(again, 5, 5) == list(range(20, 30)) and numbers.iterator.given == 10
+    assert again.place == source.place, "nothing of that is in use"
+    again.use(1, run=1)
+    assert again.place[:2] == (0, 25) and again.place.kept == (25, {"at": 25}, None)
+    source.rewind(2)  # what was read and is not in use is in smaller batches now
+    source.next(3, run=2)
+    source.use(1, run=2)
+    assert source.place[:2] == (0, 23) and source.place.kept == (20, {"at": 20}, None)
+    again, numbers = resumed(source.place)
+    assert read(again, 5) == list(range(23, 28)) and numbers.iterator.given == 8
+
+
+def test_no_more_places_are_kept_than_are_not_in_use_yet():
+    source = ShardSource(KeepsPlace(range(50)), steps=1, global_batch_size=WHOLE, rows=2)
+    source.rewind(1)
+    for batches in range(1, 40):
+        source.next(4, run=1)
+        source.use(batches, run=1)
+    assert len(source._kept) == 1
+
+
+def test_a_stream_that_no_longer_knows_its_place_is_read_again():
+    source = ShardSource(Numbers(range(50)), steps=1, global_batch_size=WHOLE, rows=2)
+    source.go_to(StreamPlace(0, 23, Kept(20, {"at": 20})))
+    assert source.next(2)[0].tolist() == [23, 24]
+
+
+def test_a_stream_that_is_not_to_resume_is_not_asked_for_its_place():
+    class Unasked(KeepsPlace):
+        def __iter__(self):
+            super().__iter__()
+            self.iterator.state_dict = lambda: 1 / 0
+            return self.iterator
+
+    balancer = Balancer(SoloEngine())
+    used(shards(Unasked(range(100)), balancer, resumes=False), balancer)
+    with pytest.raises(ZeroDivisionError):
+        used(shards(Unasked(range(100)), balancer), balancer)
 
 
 def test_a_place_is_of_one_rank_among_as_many():

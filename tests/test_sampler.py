@@ -202,6 +202,8 @@ def test_ranks_that_disagree_all_hear_of_it():
     (lambda sampler: sampler.set_epoch(-1), "epoch: expected an integer of at least 0. Received: -1"),
     (lambda sampler: sampler.set_epoch("1"), "epoch: expected an integer"),
     (lambda sampler: sampler.balancer.begin(2.5), "samples: expected an integer of at least 0. Received: 2.5"),
+    (lambda sampler: sampler.balancer.begin(0, whole=0), "whole: expected an integer of at least 1 or None. Received"),
+    (lambda sampler: sampler.balancer.begin(3, whole=2), "whole: expected an integer of at least 3 or None. Received"),
     (lambda sampler: ShareSampler(8, balancer=8, shuffle=True, seed=0, drop_last=False), "an hvd.Balancer"),
     (lambda sampler: ShareSampler(8.0, balancer=sampler.balancer, shuffle=True, seed=0, drop_last=False), "length"),
     (lambda sampler: ShareSampler(8, balancer=sampler.balancer, shuffle=True, seed=1.5, drop_last=False), "seed"),

@@ -14,6 +14,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.stream import Order, Start
 
 hvd = pytest.importorskip("hvd_hetero.torch")
+content = pytest.importorskip("hvd_hetero.torch.content")
 
 WHOLE = 16
 SECONDS_PER_SAMPLE = (0.1, 0.3, 0.2)  # simulated: so much that what exchanges really take here is little
@@ -160,9 +161,58 @@ class Shuffled(Shard):
             yield left.pop(int(torch.randint(len(left), ())))
 
 
+class Left:
+    """An iterator over the numbers that are left, in an order that is drawn, which knows its place."""
+
+    def __init__(self, numbers):
+        self.numbers, self.given = list(numbers), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.numbers:
+            raise StopIteration
+        self.given += 1
+        return self.numbers.pop(int(torch.randint(len(self.numbers), ())))
+
+    def state_dict(self):
+        return {"left": self.numbers}
+
+    def load_state_dict(self, state):
+        self.numbers = state["left"]
+
+
+class IteratorKeeps(Shard):
+    """A stream with iterators that know their place."""
+
+    def __iter__(self):
+        self.iterator = Left(super().__iter__())
+        return self.iterator
+
+
+class DatasetKeeps(Shard):
+    """A stream that knows its place itself, as those of Hugging Face's `datasets` do."""
+
+    start = None
+
+    def __iter__(self):
+        self.iterator = Left(super().__iter__())
+        if self.start is not None:
+            self.iterator.load_state_dict(self.start)
+            self.start = None
+        return map(torch.clone, self.iterator)
+
+    def state_dict(self):
+        return self.iterator.state_dict()
+
+    def load_state_dict(self, state):
+        self.start = state
+
+
 def kept(job):
     """What a checkpoint keeps of a loader: what all ranks share, and what is this rank's own."""
-    return job.loader.state_dict(), job.balancer.stateful_parts.own_state_dict()
+    return job.loader.state_dict(), content.loaded(content.saved(job.balancer.stateful_parts.own_state_dict()))
 
 
 def resume(job, state):
@@ -170,27 +220,78 @@ def resume(job, state):
     job.balancer.stateful_parts.load_own_state_dict(state[1])
 
 
+@pytest.mark.parametrize("form", [Shuffled, IteratorKeeps, DatasetKeeps])
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("epochs, stop", [(0, 0), (0, 3), (1, 2), (2, 4)])
-def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(workers, epochs, stop):
+def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, workers, epochs, stop):
     """In passes of 37 samples over epochs of 5 batches of 16, so that it stops in passes 0 to 6."""
     def job():
-        return Job(SoloEngine(), Shuffled(0, 37), steps_per_epoch=5, num_workers=workers)
+        return Job(SoloEngine(), form(0, 37), steps_per_epoch=5, num_workers=workers)
 
     whole = job()
     expected = sum((whole.epoch() for _ in range(epochs + 2)), [])
     first = job()
     before = sum((first.epoch() for _ in range(epochs)), []) + first.epoch(stop=stop)
     again = job()
-    resume(again, pickle.loads(pickle.dumps(kept(first))))
+    resume(again, kept(first))
     after = again.epoch() + again.epoch()
     assert (len(before), len(after)) == (5 * epochs + stop + 1, 2 * 5 - stop - 1)
     assert before + after == expected
 
 
+@pytest.mark.parametrize("form", [IteratorKeeps, DatasetKeeps])
+def test_a_stream_that_knows_its_place_is_not_read_again(form):
+    job = Job(SoloEngine(), form(0, 500), steps_per_epoch=6)
+    job.epoch(stop=2)
+    again = Job(SoloEngine(), data := form(0, 500), steps_per_epoch=6)
+    resume(again, kept(job))
+    assert len(again.epoch()) == 3 and data.iterator.given == 3 * WHOLE
+
+
+def test_the_place_that_a_stream_knows_is_before_a_sample_that_waits():
+    def program(engine):
+        def job():
+            data = IteratorKeeps(engine.rank, 100)
+            return Job(engine, data, steps_per_epoch=4, shares=[WHOLE, 0], num_workers=0)
+
+        whole = job()
+        expected = whole.epoch() + whole.epoch()
+        first = job()
+        first.epoch()
+        again = job()
+        resume(again, kept(first))
+        (name, state), = kept(again)[1].items()
+        used, place = state["places"][0][2:]
+        return again.epoch() == expected[4:], used, place[0] if place else None
+
+    assert World(2).run(program) == [(True, 4 * WHOLE, 4 * WHOLE), (True, 0, None)]
+
+
+def test_a_stream_that_no_longer_knows_its_place_is_read_again():
+    job = Job(SoloEngine(), IteratorKeeps(0, 100), steps_per_epoch=2)
+    expected = job.epoch()
+    state = kept(job)
+    again, whole = (Job(SoloEngine(), Shuffled(0, 100), steps_per_epoch=2) for _ in range(2))
+    resume(again, state)
+    assert whole.epoch() == expected and again.epoch() == whole.epoch()
+
+
+def test_a_stream_that_is_not_to_resume_is_not_asked_for_its_place():
+    class Unasked(IteratorKeeps):
+        def __iter__(self):
+            super().__iter__()
+            self.iterator.state_dict = lambda: 1 / 0
+            return self.iterator
+
+    Job(SoloEngine(), Unasked(0, 100), steps_per_epoch=2, resumes=False).epoch()
+    with pytest.raises(ZeroDivisionError):
+        Job(SoloEngine(), Unasked(0, 100), steps_per_epoch=2).epoch()
+
+
 @WORKERS
-def test_a_rank_that_goes_back_to_a_commit_reads_again_what_came_after_it(workers):
-    job = Job(SoloEngine(), Shuffled(0, 500), steps_per_epoch=6, num_workers=workers)
+@pytest.mark.parametrize("form", [Shuffled, DatasetKeeps])
+def test_a_rank_that_goes_back_to_a_commit_reads_again_what_came_after_it(form, workers):
+    job = Job(SoloEngine(), form(0, 500), steps_per_epoch=6, num_workers=workers)
     job.epoch(stop=1)
     state = kept(job)
     job.loader.set_epoch(0)

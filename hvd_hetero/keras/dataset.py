@@ -28,7 +28,14 @@ READ_AHEAD = 2  # batches that TensorFlow reads ahead of their use
 
 
 def _source_of(
-    x: Any, y: Any, sample_weight: Any, *, sharded: bool, steps_per_epoch: int | None, balancer: Balancer
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    sharded: bool,
+    steps_per_epoch: int | None,
+    resumes: bool,
+    balancer: Balancer,
 ) -> Source:
     """What the samples are loaded from. Raises TypeError or ValueError for data that cannot be dealt."""
     whole, alone = balancer.global_batch_size, y is None and sample_weight is None
@@ -39,7 +46,7 @@ def _source_of(
         )
     if sharded:
         rows = -(-whole // balancer.size)
-        return ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows)
+        return ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows, keeps=resumes)
     if is_function(x) and alone:
         return EpochStreams(x, global_batch_size=whole)
     return source_of(x, y, sample_weight, global_batch_size=whole)
@@ -72,8 +79,9 @@ class BalancedDataset(UntunedDataset):
             its share says, so that a fast one uses up more; streams go on from one epoch to the next, and are begun
             anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        resumes: with `sharded`, whether a rank that goes on from a checkpoint reads what it has used of the present
-            pass, and drops it; or else begins its stream anew.
+        resumes: with `sharded`, whether a rank that goes on from a checkpoint goes on in its stream: by the stream's
+            own `state_dict()` if it has one, else by reading what it has used of the present pass, and dropping it. Or
+            else it begins its stream anew.
         workers: threads that load ahead; 0 for none.
         use_multiprocessing: makes them processes, for loading that keeps Python busy.
 
@@ -106,7 +114,13 @@ class BalancedDataset(UntunedDataset):
                 check_unsharded(steps_per_epoch, resumes, instead=instead)
             check_whole("workers", workers, least=0)
             self._source = _source_of(
-                x, y, sample_weight, sharded=sharded, steps_per_epoch=steps_per_epoch, balancer=balancer
+                x,
+                y,
+                sample_weight,
+                sharded=sharded,
+                steps_per_epoch=steps_per_epoch,
+                resumes=resumes,
+                balancer=balancer,
             )
             self._read_whole = isinstance(self._source, (StreamSource, EpochStreams))  # by every rank
             if (sharded or self._read_whole) and (shuffle or workers):
@@ -356,12 +370,12 @@ class BalancedDataset(UntunedDataset):
         if not isinstance(self._source, ShardSource) or not self._resumes:
             return {}
         self._count_used()
-        return {"ranks": self._ranks, "place": place} if (place := self._source.place) else {}
+        return {"ranks": self._ranks, "place": place.saved} if (place := self._source.place) else {}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the place of `state`, if it is that of this rank among as many."""
         if self._resumes and state and tuple(state["ranks"]) == self._ranks and isinstance(self._source, ShardSource):
-            self._source.go_to(StreamPlace(*state["place"]))
+            self._source.go_to(StreamPlace.restored(state["place"]))
 
     def _restart(self) -> None:
         """Begins the stream anew, if an elastic job's ranks are others now: they have other streams."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvd_hetero.optimizers.shards import check_steps
 from hvd_hetero.optimizers.stream import StreamPlace
+from hvd_hetero.optimizers.stream_state import Kept, iterator_at, keeper, state_of, tell_epoch
 
 from .batch import Batch, joined, packed, rows_in, stacked
 from .stream import check_samples, is_function, is_tf_data, let_go, read
@@ -29,6 +30,7 @@ class ShardSource:
             iterated; or a function that returns one for the number of an epoch, or of a pass where there are more.
         steps: global batches of an epoch.
         rows: how many samples of a tf.data.Dataset are read at a time.
+        keeps: whether `place` has what an iterable itself keeps of it.
 
     Raises:
         TypeError, ValueError: what gives no single samples, or `steps` is no number of batches.
@@ -38,7 +40,10 @@ class ShardSource:
     arrays = ()
     _more: Callable[[int], Batch | None] | None = None  # reads on in the present pass
 
-    def __init__(self, samples: Any, *, steps: int | None, global_batch_size: int, rows: int) -> None:
+    def __init__(
+        self, samples: Any, *, steps: int | None, global_batch_size: int, rows: int, keeps: bool = True
+    ) -> None:
+        self._keeps = keeps
         check_steps(steps)
         if not is_function(samples):
             _check(samples)
@@ -46,6 +51,8 @@ class ShardSource:
         self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
         self._next: StreamPlace | None = None  # the place at which the stream is to be begun, if that is given
         self._begun: list[tuple[int, int]] = []  # of each pass, the number, and `_taken` before its first sample
+        self._keeper: Any = None  # the stream or iterator that keeps its place, if one does
+        self._kept: list[tuple[int, Kept]] = []  # what it kept, each after `_taken` there; at most one before `_in_use`
         self._taken = self._in_use = 0  # samples read, and samples of batches in use, of all passes
         self._waiting: list[Batch] = []  # samples that were read, and are in no batch yet
         self._given: list[Batch] = []  # the samples of batches that may not be in use yet, the oldest batch first
@@ -85,6 +92,8 @@ class ShardSource:
             self._used += more
             self._in_use += sum(map(rows_in, self._given[:more]))
             del self._given[:more]
+            while len(self._kept) > 1 and self._kept[1][0] <= self._in_use:
+                del self._kept[0]
 
     @property
     def place(self) -> StreamPlace | None:
@@ -92,9 +101,11 @@ class ShardSource:
         with self._lock:
             while len(self._begun) > 1 and self._begun[1][1] <= self._in_use:
                 del self._begun[0]
-            if self._begun:
-                return StreamPlace(self._begun[0][0], self._in_use - self._begun[0][1])
-            return self._next
+            if not self._begun:
+                return self._next
+            number, first = self._begun[0]
+            kept = next((kept for at, kept in self._kept[:1] if first < at <= self._in_use), None)
+            return StreamPlace(number, self._in_use - first, kept)
 
     def rewind(self, run: int) -> None:
         """Begins a run of reading: the samples of all batches that it gave and that are not in use are the next ones
@@ -114,6 +125,7 @@ class ShardSource:
             self._waiting.clear()
             self._given.clear()
             self._begun.clear()
+            self._kept.clear()
             self._taken = self._in_use = 0
             self._run, self._next = BETWEEN_RUNS, place  # who still reads for the run before takes nothing
             self._end()
@@ -121,14 +133,21 @@ class ShardSource:
     def _read(self, count: int, epoch: int) -> int:
         """Has more samples wait, at least one: about `count`. Returns how many."""
         if self._more is None:
-            (self._pass, skipped), self._next = self._next or (max(self._pass + 1, epoch), 0), None
+            place, self._next = self._next or StreamPlace(max(self._pass + 1, epoch), 0), None
+            self._pass, first = place.number, self._taken - place.used
             samples = self._samples(self._pass) if is_function(self._samples) else self._samples
-            self._more = self._reader(_check(samples), skipped)
-            self._begun.append((self._pass, self._taken - skipped))
+            tell_epoch(samples, self._pass)
+            self._more = self._reader(_check(samples), place)
+            self._begun.append((self._pass, first))
+            if place.kept is not None:
+                self._kept.append((first + place.kept.used, place.kept))
         batch = self._more(count)
         if batch is not None:
             self._waiting.append(batch)
             self._taken += rows_in(batch)
+            if self._keeper is not None:
+                kept = Kept(self._taken - self._begun[-1][1], state_of(self._keeper))
+                self._kept.append((self._taken, kept))
             return rows_in(batch)
         self._end()
         if self._taken == self._begun[-1][1]:
@@ -139,12 +158,14 @@ class ShardSource:
             )
         return 0
 
-    def _reader(self, samples: Any, skipped: int) -> Callable[[int], Batch | None]:
-        """A function that reads on after `skipped` samples, about so many; it returns None at the end."""
+    def _reader(self, samples: Any, place: StreamPlace) -> Callable[[int], Batch | None]:
+        """A function that reads on from `place`, about so many samples; it returns None at the end."""
         if is_tf_data(samples):
-            stream = (samples.skip(skipped) if skipped else samples).batch(self._rows).as_numpy_iterator()
+            stream = (samples.skip(place.used) if place.used else samples).batch(self._rows).as_numpy_iterator()
             return lambda count: read(stream)
-        singles: Iterator[Any] = itertools.islice(samples, skipped, None)
+        iterator, passed_over = iterator_at(samples, place.kept)
+        self._keeper = keeper(samples, iterator) if self._keeps else None
+        singles: Iterator[Any] = itertools.islice(iterator, place.used - passed_over, None)
 
         def more(count: int) -> Batch | None:
             taken = [packed(sample) for sample in itertools.islice(singles, count)]
@@ -153,7 +174,7 @@ class ShardSource:
         return more
 
     def _end(self) -> None:
-        left, self._more = [self._more], None
+        left, self._more, self._keeper = [self._more], None, None
         let_go(left)
 
     __del__ = _end

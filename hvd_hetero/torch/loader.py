@@ -113,8 +113,9 @@ class BalancedDataLoader:
             batch as its share says, so that a fast rank uses up more; streams go on from one epoch to the next, and
             are begun anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        resumes: with `sharded`, whether a rank that goes on from a checkpoint reads what it has used of the present
-            pass, and drops it; or else begins its stream anew.
+        resumes: with `sharded`, whether a rank that goes on from a checkpoint goes on in its stream: by the stream's
+            own `state_dict()` if it has one, else by reading what it has used of the present pass, and dropping it. Or
+            else it begins its stream anew.
         shuffle: whether each epoch has an order of its own (default: True for a map-style dataset; an `IterableDataset`
             shuffles by itself).
         seed: of that order, and of what draws at random in loading processes.

@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hvd_hetero.optimizers.shards import ShardSampler
 from hvd_hetero.optimizers.stream import Order, StreamPlace
+from hvd_hetero.optimizers.stream_state import Kept
 
 from .feed import Loaded, WorkerSeed, end_persistent, iterating, seed_of
 from .row import none_of
@@ -22,17 +23,21 @@ class _Reader:
     Args:
         collate: makes a batch of samples.
         seed: of what is drawn at random while reading, together with the rank.
+        keeps: whether to say with each batch which place the dataset itself keeps.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], *, collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], *, collate: Callable[[list[Any]], Any], seed: int, keeps: bool
+    ) -> None:
         self.dataset = dataset
-        self._collate, self._seed = collate, seed
+        self._collate, self._seed, self._keeps = collate, seed, keeps
         self._start = -1  # the number of the `Start` at which it was begun
         self._next: StreamPlace | None = None  # the place at which the stream is to be begun, if that is given
         self._stream: Stream | None = None
         self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
         self._taken = 0  # samples of this pass that were read
         self._waiting: list[Any] = []  # samples that were read, and are in no batch yet
+        self._kept: Kept | None = None  # a place of this pass that the dataset keeps, before those that wait
 
     def __getitem__(self, order: Order) -> Read:
         assert order.start is not None
@@ -49,14 +54,18 @@ class _Reader:
         # A rank without a sample gets one, for the shape of the batch, that stays the next one.
         batch = self._collate(self._waiting[: max(1, share)])
         del self._waiting[:share]
-        place = StreamPlace(self._pass, self._taken - len(self._waiting))
+        if self._keeps and not self._waiting and self._stream is not None:
+            self._kept = self._stream.keep(self._taken)
+        place = StreamPlace(self._pass, self._taken - len(self._waiting), self._kept)
         return Read(batch, share, sum(order.shares), 0, reader, place)
 
     def _begin(self, order: Order) -> Stream:
         """Begins a pass over the stream, at the place given if there is one."""
-        (self._pass, self._taken), self._next = self._next or (max(self._pass + 1, order.epoch), 0), None
-        stream = Stream(self.dataset, seed=seed_of(self._seed, order.rank), epoch=self._pass, tells=True)
-        stream.skip(self._taken)
+        place, self._next = self._next or StreamPlace(max(self._pass + 1, order.epoch), 0), None
+        self._pass, self._taken, self._kept = place
+        seed = seed_of(self._seed, order.rank)
+        stream = Stream(self.dataset, seed=seed, epoch=self._pass, tells=True, kept=self._kept)
+        stream.skip(self._taken - stream.passed_over)
         return stream
 
     def _read(self, count: int, order: Order) -> None:
@@ -94,7 +103,8 @@ class ShardFeed:
     ) -> None:
         self.sampler = sampler
         self._worker_seed = WorkerSeed(arguments)
-        reader = _Reader(dataset, collate=arguments.pop("collate_fn", None) or default_collate, seed=sampler.seed)
+        collate = arguments.pop("collate_fn", None) or default_collate
+        reader = _Reader(dataset, collate=collate, seed=sampler.seed, keeps=sampler.resumes)
         defaults = {"num_workers": workers, "persistent_workers": workers > 0}
         self.loader = reading(reader, sampler, {**defaults, **arguments})
         sampler.balancer.engine.on_reset_end(self._restart)

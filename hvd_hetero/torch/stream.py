@@ -17,12 +17,17 @@ from hvd_hetero.optimizers.data_checksum import checksum_of_one
 from hvd_hetero.optimizers.dealer import owners
 from hvd_hetero.optimizers.draws import Draws, Generator
 from hvd_hetero.optimizers.stream import Order, StreamPlace, StreamSampler
+from hvd_hetero.optimizers.stream_state import Kept, iterator_at, keeper, state_of, tell_epoch
 
 from .feed import Loaded, WorkerSeed, iterating, outliving, seed_of
 from .row import none_of
 from .whole import WHOLE
 
-TORCH = Generator(torch.default_generator.manual_seed, torch.get_rng_state, torch.set_rng_state)
+TORCH = Generator(
+    torch.default_generator.manual_seed,
+    lambda: torch.get_rng_state().numpy(),  # a tensor would come from another process in shared memory, with a file
+    lambda state: torch.set_rng_state(torch.from_numpy(state)),
+)
 WRAPPED = operator.attrgetter("dataset")  # the user's dataset, from the object that reads it
 
 
@@ -93,17 +98,41 @@ class Stream:
 
     Args:
         tells: whether to call the dataset's `set_epoch`, if it has one.
+        kept: the place to go on from, if the dataset keeps its places; else it is read from its beginning.
+
+    Attributes:
+        passed_over: how many samples come before the first one that is read.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], *, seed: int, epoch: int, tells: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        seed: int,
+        epoch: int,
+        tells: bool = False,
+        kept: Kept | None = None,
+    ) -> None:
         worker = get_worker_info()
         self.reader = 0 if worker is None else worker.id
         self._draws = Draws(seed_of(seed, epoch, self.reader), TORCH)
         with self._draws():
-            if tells and callable(set_epoch := getattr(dataset, "set_epoch", None)):
-                set_epoch(epoch)
+            if tells:
+                tell_epoch(dataset, epoch)
             _seed_and_shard(dataset, seed_of(seed, epoch))
-            self._samples = iter(dataset)
+            self._samples, self.passed_over = iterator_at(dataset, kept)
+            self._keeper = keeper(dataset, self._samples)
+        if kept is not None and self._keeper is not None:
+            self._draws.states = kept.draws
+
+    def keep(self, used: int) -> Kept | None:
+        """The place after the `used` samples of this pass that were read, as the dataset keeps it; None if it keeps
+        none."""
+        if self._keeper is None:
+            return None
+        with self._draws():
+            state = state_of(self._keeper)
+        return Kept(used, state, self._draws.states)
 
     def take(self, places: Sequence[int], rank: int, *, looks: int = 0) -> tuple[list[Any], Any, int, int]:
         """Reads one sample for each of `places`, which are the ranks that the samples belong to. Returns the samples of
