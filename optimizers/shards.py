@@ -16,6 +16,7 @@ from .sampler import agreement_of
 from .stream import Order, Start, StreamPlace, StreamSampler
 
 SHARDS = "streams of the ranks' own (sharded=True)"
+STATE = "state"  # as `resumes`: a stream goes on from what its own `state_dict()` gave
 
 
 def check_steps(steps: int | None) -> None:
@@ -28,7 +29,13 @@ def check_steps(steps: int | None) -> None:
     check_whole("steps_per_epoch", steps, least=1)
 
 
-def check_unsharded(steps: int | None, resumes: bool, *, instead: str = "") -> None:
+def check_resumes(resumes: bool | str) -> None:
+    """Raises ValueError for what does not say how a rank goes on in its stream."""
+    if resumes not in (True, False, STATE):
+        raise ValueError(f'resumes: expected True, False or "{STATE}". Received: {resumes!r}.')
+
+
+def check_unsharded(steps: int | None, resumes: bool | str, *, instead: str = "") -> None:
     """Raises TypeError for arguments that are for streams of the ranks' own alone.
 
     Args:
@@ -39,7 +46,7 @@ def check_unsharded(steps: int | None, resumes: bool, *, instead: str = "") -> N
             "steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
             f"{steps!r}.{instead}"
         )
-    if not resumes:
+    if resumes is not True:
         raise TypeError(
             "resumes: expected True, as a state has the place in the data, except with sharded=True. Received: "
             f"{resumes!r}. To begin the data anew, load no state into it."
@@ -56,7 +63,7 @@ class ShardSampler(StreamSampler):
         seed: random numbers that are drawn while reading are seeded with it.
         lookahead: how many batches may be ordered before they are used.
         readers: the number of this rank's reading processes, which take turns, in each epoch from the first on.
-        resumes: whether the state of a rank has the place in its stream.
+        resumes: whether the state of a rank has the place in its stream; `STATE`: as the stream itself keeps it.
 
     Attributes:
         resumes: as given.
@@ -75,7 +82,7 @@ class ShardSampler(StreamSampler):
         seed: int,
         lookahead: int,
         readers: int = 1,
-        resumes: bool = True,
+        resumes: bool | str = True,
     ) -> None:
         self._asked, self._readers, self.resumes = steps, readers, resumes
         self._start = Start(0, {})  # with the places after the batch in use

@@ -34,8 +34,19 @@ def tell_epoch(samples: Any, epoch: int) -> None:
 
 
 def keeper(samples: Any, iterator: Any) -> Any:
-    """Which of a stream and an iterator over it keeps the place; None if neither does."""
-    return next((one for one in (iterator, samples) if _keeps(one)), None)
+    """Which of a stream and an iterator over it keeps the place.
+
+    Raises:
+        TypeError: neither does.
+    """
+    for one in (iterator, samples):
+        if callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)):
+            return one
+    raise TypeError(
+        'resumes="state": expected a stream with state_dict() and load_state_dict(), or with iterators that have them. '
+        f"Received: {type(samples).__name__}, without. With resumes=True a rank that goes on reads again what it has "
+        "used of the present pass."
+    )
 
 
 def state_of(one: Any) -> Any:
@@ -44,15 +55,12 @@ def state_of(one: Any) -> Any:
 
 
 def iterator_at(samples: Any, kept: Kept | None) -> tuple[Iterator[Any], int]:
-    """An iterator over `samples`, and the number of samples that come before the first one that it gives: `kept.used`
-    where the stream goes on from `kept`; else 0."""
+    """An iterator over `samples` from `kept` on, and the number of samples before the first one that it gives. None:
+    from the beginning on."""
     iterator = iter(samples)
-    if kept is None or (one := keeper(samples, iterator)) is None:
+    if kept is None:
         return iterator, 0
+    one = keeper(samples, iterator)
     one.load_state_dict(copy.deepcopy(kept.state))
     # A dataset's state holds for the iterators that are made from then on.
     return (iterator if one is iterator else iter(samples)), kept.used
-
-
-def _keeps(one: Any) -> bool:
-    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))

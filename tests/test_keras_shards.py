@@ -190,7 +190,8 @@ def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, prefetch
     """In passes of 13 samples over epochs of 4 batches of 8, whatever TensorFlow has read ahead."""
     def dataset():
         balancer = Balancer(SoloEngine())
-        return shards(form(list(range(13))), balancer), balancer
+        resumes = "state" if form is KeepsPlace else True
+        return shards(form(list(range(13))), balancer, resumes=resumes), balancer
 
     def some(data, balancer, stop):
         seen = []
@@ -226,7 +227,7 @@ def test_a_stream_that_knows_its_place_is_not_read_again():
 
     def resumed(place):
         numbers = KeepsPlace(range(50))
-        source = ShardSource(numbers, steps=1, global_batch_size=WHOLE, rows=2)
+        source = ShardSource(numbers, steps=1, global_batch_size=WHOLE, rows=2, keeps=True)
         source.go_to(StreamPlace.restored(loaded(saved(place.saved))))
         source.rewind(1)
         return source, numbers
@@ -250,7 +251,7 @@ def test_a_stream_that_knows_its_place_is_not_read_again():
 
 
 def test_no_more_places_are_kept_than_are_not_in_use_yet():
-    source = ShardSource(KeepsPlace(range(50)), steps=1, global_batch_size=WHOLE, rows=2)
+    source = ShardSource(KeepsPlace(range(50)), steps=1, global_batch_size=WHOLE, rows=2, keeps=True)
     source.rewind(1)
     for batches in range(1, 40):
         source.next(4, run=1)
@@ -258,23 +259,22 @@ def test_no_more_places_are_kept_than_are_not_in_use_yet():
     assert len(source._kept) == 1
 
 
-def test_a_stream_that_no_longer_knows_its_place_is_read_again():
-    source = ShardSource(Numbers(range(50)), steps=1, global_batch_size=WHOLE, rows=2)
-    source.go_to(StreamPlace(0, 23, Kept(20, {"at": 20})))
-    assert source.next(2)[0].tolist() == [23, 24]
+@pytest.mark.parametrize("keeps, kept, given", [(False, Kept(20, {"at": 20}), 25), (True, None, 25)])
+def test_a_stream_is_read_again_where_one_run_alone_asks_it_for_its_place(keeps, kept, given):
+    numbers = KeepsPlace(range(50))
+    source = ShardSource(numbers, steps=1, global_batch_size=WHOLE, rows=2, keeps=keeps)
+    source.go_to(StreamPlace(0, 23, kept))
+    source.rewind(1)
+    assert source.next(2, run=1)[0].tolist() == [23, 24] and numbers.iterator.given == given
+    source.use(1, run=1)
+    assert source.place == (0, 25, Kept(25, {"at": 25}) if keeps else None)
 
 
-def test_a_stream_that_is_not_to_resume_is_not_asked_for_its_place():
-    class Unasked(KeepsPlace):
-        def __iter__(self):
-            super().__iter__()
-            self.iterator.state_dict = lambda: 1 / 0
-            return self.iterator
-
+@pytest.mark.parametrize("form", [tf_data, Numbers])
+def test_a_stream_that_is_to_know_its_place_and_does_not_is_an_error(form):
     balancer = Balancer(SoloEngine())
-    used(shards(Unasked(range(100)), balancer, resumes=False), balancer)
-    with pytest.raises(ZeroDivisionError):
-        used(shards(Unasked(range(100)), balancer), balancer)
+    with pytest.raises(TypeError, match="expected a stream with state_dict.*With resumes=True"):
+        used(shards(form(range(100)), balancer, resumes="state"), balancer)
 
 
 def test_a_place_is_of_one_rank_among_as_many():

@@ -220,13 +220,13 @@ def resume(job, state):
     job.balancer.stateful_parts.load_own_state_dict(state[1])
 
 
-@pytest.mark.parametrize("form", [Shuffled, IteratorKeeps, DatasetKeeps])
+@pytest.mark.parametrize("form, resumes", [(Shuffled, True), (IteratorKeeps, "state"), (DatasetKeeps, "state")])
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("epochs, stop", [(0, 0), (0, 3), (1, 2), (2, 4)])
-def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, workers, epochs, stop):
+def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, resumes, workers, epochs, stop):
     """In passes of 37 samples over epochs of 5 batches of 16, so that it stops in passes 0 to 6."""
     def job():
-        return Job(SoloEngine(), form(0, 37), steps_per_epoch=5, num_workers=workers)
+        return Job(SoloEngine(), form(0, 37), steps_per_epoch=5, num_workers=workers, resumes=resumes)
 
     whole = job()
     expected = sum((whole.epoch() for _ in range(epochs + 2)), [])
@@ -241,9 +241,9 @@ def test_a_run_that_goes_on_reads_what_an_uninterrupted_one_would(form, workers,
 
 @pytest.mark.parametrize("form", [IteratorKeeps, DatasetKeeps])
 def test_a_stream_that_knows_its_place_is_not_read_again(form):
-    job = Job(SoloEngine(), form(0, 500), steps_per_epoch=6)
+    job = Job(SoloEngine(), form(0, 500), steps_per_epoch=6, resumes="state")
     job.epoch(stop=2)
-    again = Job(SoloEngine(), data := form(0, 500), steps_per_epoch=6)
+    again = Job(SoloEngine(), data := form(0, 500), steps_per_epoch=6, resumes="state")
     resume(again, kept(job))
     assert len(again.epoch()) == 3 and data.iterator.given == 3 * WHOLE
 
@@ -252,7 +252,7 @@ def test_the_place_that_a_stream_knows_is_before_a_sample_that_waits():
     def program(engine):
         def job():
             data = IteratorKeeps(engine.rank, 100)
-            return Job(engine, data, steps_per_epoch=4, shares=[WHOLE, 0], num_workers=0)
+            return Job(engine, data, steps_per_epoch=4, shares=[WHOLE, 0], resumes="state")
 
         whole = job()
         expected = whole.epoch() + whole.epoch()
@@ -267,31 +267,45 @@ def test_the_place_that_a_stream_knows_is_before_a_sample_that_waits():
     assert World(2).run(program) == [(True, 4 * WHOLE, 4 * WHOLE), (True, 0, None)]
 
 
-def test_a_stream_that_no_longer_knows_its_place_is_read_again():
-    job = Job(SoloEngine(), IteratorKeeps(0, 100), steps_per_epoch=2)
-    expected = job.epoch()
-    state = kept(job)
-    again, whole = (Job(SoloEngine(), Shuffled(0, 100), steps_per_epoch=2) for _ in range(2))
-    resume(again, state)
-    assert whole.epoch() == expected and again.epoch() == whole.epoch()
+@pytest.mark.parametrize("saved, loaded", [("state", True), (True, "state")])
+def test_a_stream_is_read_again_where_one_run_alone_asks_it_for_its_place(saved, loaded):
+    job, whole = (Job(SoloEngine(), IteratorKeeps(0, 100), steps_per_epoch=2, resumes=saved) for _ in range(2))
+    expected = whole.epoch() + whole.epoch()
+    job.epoch()
+    again = Job(SoloEngine(), data := IteratorKeeps(0, 100), steps_per_epoch=2, resumes=loaded)
+    resume(again, kept(job))
+    assert again.epoch() == expected[2:] and data.iterator.given == 4 * WHOLE
 
 
-def test_a_stream_that_is_not_to_resume_is_not_asked_for_its_place():
+def test_a_stream_is_not_asked_for_its_place_unless_that_is_wanted():
     class Unasked(IteratorKeeps):
         def __iter__(self):
             super().__iter__()
             self.iterator.state_dict = lambda: 1 / 0
             return self.iterator
 
-    Job(SoloEngine(), Unasked(0, 100), steps_per_epoch=2, resumes=False).epoch()
+    Job(SoloEngine(), Unasked(0, 100), steps_per_epoch=2).epoch()
     with pytest.raises(ZeroDivisionError):
-        Job(SoloEngine(), Unasked(0, 100), steps_per_epoch=2).epoch()
+        Job(SoloEngine(), Unasked(0, 100), steps_per_epoch=2, resumes="state").epoch()
 
 
 @WORKERS
-@pytest.mark.parametrize("form", [Shuffled, DatasetKeeps])
-def test_a_rank_that_goes_back_to_a_commit_reads_again_what_came_after_it(form, workers):
-    job = Job(SoloEngine(), form(0, 500), steps_per_epoch=6, num_workers=workers)
+def test_a_stream_that_is_to_know_its_place_and_does_not_raises_on_all_ranks(workers):
+    def program(engine):
+        data = (IteratorKeeps, Shard)[engine.rank](engine.rank, 100)
+        job = Job(engine, data, steps_per_epoch=3, num_workers=workers, resumes="state")
+        with pytest.raises((TypeError, PeerError)) as raised:
+            job.epoch()
+        return str(raised.value)
+
+    said = World(2).run(program)
+    assert "rank 1" in said[0] and "expected a stream with state_dict() and load_state_dict()" in said[1]
+
+
+@WORKERS
+@pytest.mark.parametrize("form, resumes", [(Shuffled, True), (DatasetKeeps, "state")])
+def test_a_rank_that_goes_back_to_a_commit_reads_again_what_came_after_it(form, resumes, workers):
+    job = Job(SoloEngine(), form(0, 500), steps_per_epoch=6, num_workers=workers, resumes=resumes)
     job.epoch(stop=1)
     state = kept(job)
     job.loader.set_epoch(0)
@@ -415,6 +429,8 @@ def test_what_reads_can_be_sent_to_another_process():
     ([{"steps_per_epoch": 3, "shuffle": True}] * 2, "shuffle: expected False or none for an IterableDataset"),
     ([{"steps_per_epoch": 3, "sharded": False}] * 2, "steps_per_epoch: expected none"),
     ([{"resumes": False, "sharded": False}] * 2, "resumes: expected True, as a state has the place in the data"),
+    ([{"resumes": "state", "sharded": False}] * 2, "resumes: expected True, as a state has the place in the data"),
+    ([{"resumes": "exactly"}] * 2, 'resumes: expected True, False or "state". Received: \'exactly\'.'),
 ])
 def test_wrong_arguments_raise_on_all_ranks(options, text):
     def program(engine):

@@ -10,7 +10,7 @@ import keras
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
-from hvd_hetero.optimizers.shards import check_unsharded
+from hvd_hetero.optimizers.shards import STATE, check_resumes, check_unsharded
 from hvd_hetero.optimizers.stream import StreamPlace
 
 from . import backend
@@ -34,7 +34,7 @@ def _source_of(
     *,
     sharded: bool,
     steps_per_epoch: int | None,
-    resumes: bool,
+    resumes: bool | str,
     balancer: Balancer,
 ) -> Source:
     """What the samples are loaded from. Raises TypeError or ValueError for data that cannot be dealt."""
@@ -46,7 +46,7 @@ def _source_of(
         )
     if sharded:
         rows = -(-whole // balancer.size)
-        return ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows, keeps=resumes)
+        return ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows, keeps=resumes == STATE)
     if is_function(x) and alone:
         return EpochStreams(x, global_batch_size=whole)
     return source_of(x, y, sample_weight, global_batch_size=whole)
@@ -79,9 +79,9 @@ class BalancedDataset(UntunedDataset):
             its share says, so that a fast one uses up more; streams go on from one epoch to the next, and are begun
             anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        resumes: with `sharded`, whether a rank that goes on from a checkpoint goes on in its stream: by the stream's
-            own `state_dict()` if it has one, else by reading what it has used of the present pass, and dropping it. Or
-            else it begins its stream anew.
+        resumes: with `sharded`, how a rank that goes on from a checkpoint goes on in its stream. True: it reads what it
+            has used of the present pass, and drops it; "state": from what the stream's own `state_dict()` gave, which
+            no tf.data.Dataset has; False: it begins it anew.
         workers: threads that load ahead; 0 for none.
         use_multiprocessing: makes them processes, for loading that keeps Python busy.
 
@@ -102,7 +102,7 @@ class BalancedDataset(UntunedDataset):
         drop_last: bool = False,
         sharded: bool = False,
         steps_per_epoch: int | None = None,
-        resumes: bool = True,
+        resumes: bool | str = True,
         workers: int = 0,
         use_multiprocessing: bool = False,
     ) -> None:
@@ -112,6 +112,7 @@ class BalancedDataset(UntunedDataset):
             if not sharded:
                 instead = " Where only the epochs of fit are to be shorter, give it to fit."
                 check_unsharded(steps_per_epoch, resumes, instead=instead)
+            check_resumes(resumes)
             check_whole("workers", workers, least=0)
             self._source = _source_of(
                 x,

@@ -30,7 +30,7 @@ class ShardSource:
             iterated; or a function that returns one for the number of an epoch, or of a pass where there are more.
         steps: global batches of an epoch.
         rows: how many samples of a tf.data.Dataset are read at a time.
-        keeps: whether `place` has what an iterable itself keeps of it.
+        keeps: whether the stream itself keeps its place, from which it goes on.
 
     Raises:
         TypeError, ValueError: what gives no single samples, or `steps` is no number of batches.
@@ -41,7 +41,7 @@ class ShardSource:
     _more: Callable[[int], Batch | None] | None = None  # reads on in the present pass
 
     def __init__(
-        self, samples: Any, *, steps: int | None, global_batch_size: int, rows: int, keeps: bool = True
+        self, samples: Any, *, steps: int | None, global_batch_size: int, rows: int, keeps: bool = False
     ) -> None:
         self._keeps = keeps
         check_steps(steps)
@@ -139,7 +139,7 @@ class ShardSource:
             tell_epoch(samples, self._pass)
             self._more = self._reader(_check(samples), place)
             self._begun.append((self._pass, first))
-            if place.kept is not None:
+            if self._keeps and place.kept is not None:
                 self._kept.append((first + place.kept.used, place.kept))
         batch = self._more(count)
         if batch is not None:
@@ -161,9 +161,11 @@ class ShardSource:
     def _reader(self, samples: Any, place: StreamPlace) -> Callable[[int], Batch | None]:
         """A function that reads on from `place`, about so many samples; it returns None at the end."""
         if is_tf_data(samples):
+            if self._keeps:
+                keeper(samples, samples)  # says that it does not
             stream = (samples.skip(place.used) if place.used else samples).batch(self._rows).as_numpy_iterator()
             return lambda count: read(stream)
-        iterator, passed_over = iterator_at(samples, place.kept)
+        iterator, passed_over = iterator_at(samples, place.kept if self._keeps else None)
         self._keeper = keeper(samples, iterator) if self._keeps else None
         singles: Iterator[Any] = itertools.islice(iterator, place.used - passed_over, None)
 

@@ -13,7 +13,7 @@ from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, arguments_heard
-from hvd_hetero.optimizers.shards import ShardSampler, check_unsharded
+from hvd_hetero.optimizers.shards import ShardSampler, check_resumes, check_unsharded
 from hvd_hetero.optimizers.stream import StreamSampler
 from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
@@ -56,7 +56,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def _check_dataset(
-    dataset: Any, *, sharded: bool, shuffle: bool | None, steps_per_epoch: int | None, resumes: bool
+    dataset: Any, *, sharded: bool, shuffle: bool | None, steps_per_epoch: int | None, resumes: bool | str
 ) -> None:
     """Raises TypeError or ValueError for a dataset that cannot be dealt as the other arguments say."""
     streams = isinstance(dataset, IterableDataset)
@@ -67,6 +67,7 @@ def _check_dataset(
         )
     if not sharded:
         check_unsharded(steps_per_epoch, resumes)
+    check_resumes(resumes)
     if streams and shuffle:
         raise ValueError(
             "shuffle: expected False or none for an IterableDataset, whose samples have no numbers. Received: "
@@ -113,9 +114,9 @@ class BalancedDataLoader:
             batch as its share says, so that a fast rank uses up more; streams go on from one epoch to the next, and
             are begun anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        resumes: with `sharded`, whether a rank that goes on from a checkpoint goes on in its stream: by the stream's
-            own `state_dict()` if it has one, else by reading what it has used of the present pass, and dropping it. Or
-            else it begins its stream anew.
+        resumes: with `sharded`, how a rank that goes on from a checkpoint goes on in its stream. True: it reads what it
+            has used of the present pass, and drops it; "state": from what the stream's own `state_dict()` gave; False:
+            it begins it anew.
         shuffle: whether each epoch has an order of its own (default: True for a map-style dataset; an `IterableDataset`
             shuffles by itself).
         seed: of that order, and of what draws at random in loading processes.
@@ -138,7 +139,7 @@ class BalancedDataLoader:
         drop_last: bool = False,
         sharded: bool = False,
         steps_per_epoch: int | None = None,
-        resumes: bool = True,
+        resumes: bool | str = True,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         progress: bool = False,

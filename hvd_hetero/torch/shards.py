@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from hvd_hetero.optimizers.shards import ShardSampler
+from hvd_hetero.optimizers.shards import STATE, ShardSampler
 from hvd_hetero.optimizers.stream import Order, StreamPlace
 from hvd_hetero.optimizers.stream_state import Kept
 
@@ -23,7 +23,7 @@ class _Reader:
     Args:
         collate: makes a batch of samples.
         seed: of what is drawn at random while reading, together with the rank.
-        keeps: whether to say with each batch which place the dataset itself keeps.
+        keeps: whether the dataset itself keeps its place, which is said with each batch.
     """
 
     def __init__(
@@ -62,9 +62,16 @@ class _Reader:
     def _begin(self, order: Order) -> Stream:
         """Begins a pass over the stream, at the place given if there is one."""
         place, self._next = self._next or StreamPlace(max(self._pass + 1, order.epoch), 0), None
-        self._pass, self._taken, self._kept = place
-        seed = seed_of(self._seed, order.rank)
-        stream = Stream(self.dataset, seed=seed, epoch=self._pass, tells=True, kept=self._kept)
+        self._pass, self._taken, kept = place
+        self._kept = kept if self._keeps else None
+        stream = Stream(
+            self.dataset,
+            seed=seed_of(self._seed, order.rank),
+            epoch=self._pass,
+            tells=True,
+            keeps=self._keeps,
+            kept=self._kept,
+        )
         stream.skip(self._taken - stream.passed_over)
         return stream
 
@@ -104,7 +111,7 @@ class ShardFeed:
         self.sampler = sampler
         self._worker_seed = WorkerSeed(arguments)
         collate = arguments.pop("collate_fn", None) or default_collate
-        reader = _Reader(dataset, collate=collate, seed=sampler.seed, keeps=sampler.resumes)
+        reader = _Reader(dataset, collate=collate, seed=sampler.seed, keeps=sampler.resumes == STATE)
         defaults = {"num_workers": workers, "persistent_workers": workers > 0}
         self.loader = reading(reader, sampler, {**defaults, **arguments})
         sampler.balancer.engine.on_reset_end(self._restart)

@@ -98,7 +98,8 @@ class Stream:
 
     Args:
         tells: whether to call the dataset's `set_epoch`, if it has one.
-        kept: the place to go on from, if the dataset keeps its places; else it is read from its beginning.
+        keeps: whether the dataset is to keep its places: see `keep`.
+        kept: such a place, to go on from; None: from the beginning on.
 
     Attributes:
         passed_over: how many samples come before the first one that is read.
@@ -111,6 +112,7 @@ class Stream:
         seed: int,
         epoch: int,
         tells: bool = False,
+        keeps: bool = False,
         kept: Kept | None = None,
     ) -> None:
         worker = get_worker_info()
@@ -121,15 +123,12 @@ class Stream:
                 tell_epoch(dataset, epoch)
             _seed_and_shard(dataset, seed_of(seed, epoch))
             self._samples, self.passed_over = iterator_at(dataset, kept)
-            self._keeper = keeper(dataset, self._samples)
-        if kept is not None and self._keeper is not None:
+            self._keeper = keeper(dataset, self._samples) if keeps else None
+        if kept is not None:
             self._draws.states = kept.draws
 
-    def keep(self, used: int) -> Kept | None:
-        """The place after the `used` samples of this pass that were read, as the dataset keeps it; None if it keeps
-        none."""
-        if self._keeper is None:
-            return None
+    def keep(self, used: int) -> Kept:
+        """The place after the `used` samples of this pass that were read, as the dataset keeps it."""
         with self._draws():
             state = state_of(self._keeper)
         return Kept(used, state, self._draws.states)

@@ -60,7 +60,8 @@ STREAMS = (None, Stream, Resumable)
 
 def loader_of(data, balancer, stream):
     if stream:  # ranks of unlike shares come to the ends of their passes at different steps
-        own = dict(sharded=True, steps_per_epoch=STEPS // EPOCHS)
+        resumes = "state" if stream is Resumable else True
+        own = dict(sharded=True, steps_per_epoch=STEPS // EPOCHS, resumes=resumes)
         return hvd.BalancedDataLoader(stream(data), balancer=balancer, seed=5, **own)
     return hvd.BalancedDataLoader(data, balancer=balancer, seed=5, num_workers=0)
 
