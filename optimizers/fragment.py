@@ -6,29 +6,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.policy.local_round import Contribution
 
 from .outer import Outer, compensated
+from .parameter_store import Store
 from .weighted_exchange import WeightedExchange
-
-
-class Store(Protocol):
-    """Reads and writes the parameters of a rank, as one flat array for each fragment."""
-
-    def read(self, index: int, into: Any = None) -> Any:
-        """Returns a flat copy of fragment `index`, in `into` if given: an array that an earlier call returned."""
-
-    def write(self, index: int, flat: Any) -> None:
-        """Overwrites the parameters of fragment `index`."""
-
-    def shift(self, index: int, by: Any) -> None:
-        """Adds to the parameters of fragment `index`; may overwrite `by`."""
-
-    def blend(self, index: int, flat: Any, part: float) -> None:
-        """Sets the parameters x of fragment `index` to part x + (1 - part) `flat`; may overwrite `flat`."""
 
 
 @dataclass

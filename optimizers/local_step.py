@@ -6,8 +6,8 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,43 +16,15 @@ from hvd_hetero.engine import script
 from hvd_hetero.engine.port import Handle, numbered_name
 
 from . import merge_control
-from .fragment import Lane, Store
+from .fragment import Lane
+from .gradient_exchange import GradientExchange
 from .local_phase import install_local_phase
 from .local_sgd import LocalSGD
+from .parameter_store import ParameterStore
 from .rounds import Lanes, Rounds
 from .routing import Routing
 from .unsent_state import Count
 from .weighted_exchange import WeightedExchange
-
-if TYPE_CHECKING:
-    from .gradient_exchange import GradientExchange
-
-
-class ParameterStore(Store, Protocol):
-    """Reads and writes a rank's parameters as flat fragments; `hvd_hetero.torch` and `.keras` each implement it.
-
-    All parameters of a fragment have one type and device, and go through a lossy codec all or none.
-    """
-
-    @property
-    def lossy(self) -> Sequence[bool]:
-        """For each fragment, whether its progress goes through a lossy codec. Its length is the number of fragments."""
-
-    @property
-    def narrow(self) -> bool:
-        """Whether a parameter has a type (float16, bfloat16) in which a part of an update may round to nothing."""
-
-    def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """The shapes of the parameters in fragment `index`, in the order in which they lie in it."""
-
-    def empty(self, index: int, tail: int) -> Any:
-        """Returns a flat array of zeros, `tail` elements longer than fragment `index`, of its type and device."""
-
-    def control(self, length: int) -> Any:
-        """Returns `length` zeros in double precision, for a control vector that travels by itself."""
-
-    def checksum(self, index: int) -> int:
-        """A hash of the bits of fragment `index`, below 2**63."""
 
 
 class LocalSteps:

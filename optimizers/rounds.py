@@ -25,9 +25,10 @@ from hvd_hetero.policy.local_round import update_fraction
 
 from . import control, merge_control
 from .balancer import Balancer
-from .fragment import Fragment, Lane, LocalProgress, Store
+from .fragment import Fragment, Lane, LocalProgress
 from .local_sgd import LocalSGD
 from .merge_sender import MergeSender
+from .parameter_store import Store
 from .round_length import RoundLengths
 
 # The lanes of a fragment, and a function that makes the lane of a number with a buffer of its own: see `Fragment`.
