@@ -69,7 +69,7 @@ class LocalSteps:
         balancer.strategies.add(gradient_exchange.place, self.rounds)
         # One lane stands for all: only plain sums have several (to let ranks miss merges), and these keep nothing back.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
-        gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
+        gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.merge_sender.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = self.apart = False
         self._alike: Handle | None = None  # a comparison of parameters that has not come yet: see `_begin`
@@ -106,8 +106,8 @@ class LocalSteps:
                 outgoing=lambda: outgoing(index),
                 name=numbered_name(name, number),
                 keeps=lossy and self._routing.keeps,
-                weight=lambda: self.rounds.residual_weight,
-                part=lambda: self.rounds.residual_part,
+                weight=lambda: self.rounds.merge_sender.residual_weight,
+                part=lambda: self.rounds.merge_sender.residual_part,
             )
             return Lane(exchange, buffer)
 
@@ -312,7 +312,7 @@ class LocalSteps:
         for lane, other in zip(lanes, others, strict=True):
             found = other.exchange.residuals()
             kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
-            units = before.rounds.part_unit / self.rounds.part_unit
+            units = before.rounds.merge_sender.part_unit / self.rounds.merge_sender.part_unit
             lane.exchange.add_residuals([kept.get(str(at)) for at in range(len(found))], units)
 
     def take_samples(self) -> float:

@@ -55,6 +55,7 @@ class Rounds:
         merges: the number of merges of fragment 0 that this rank has applied.
         waits: how many times this rank had to wait for a merge.
         lengths: the length of each rank's rounds, and in which merges it takes part.
+        merge_sender: weighs what this rank contributes.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Rounds:
         self._given_way = (-1, -1)  # fragment and number of a merge not waited for, as other ranks wait for this one
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came when all ranks were finishing
-        self._merge_sender = MergeSender(rule, balancer, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead)
+        self.merge_sender = MergeSender(rule, balancer, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead)
         self.fragments = [
             Fragment(index=index, store=store, lanes=list(own), spare=spare, outer=rule.outer,
                      compensation=rule.compensation)
@@ -96,7 +97,7 @@ class Rounds:
         self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
-        self._merge_sender.begin()
+        self.merge_sender.begin()
         self._stepped = 0
         self._heard = self.balancer.step - self._batches()
 
@@ -133,7 +134,7 @@ class Rounds:
             whether a merge was applied.
         """
         self._stepped += 1
-        self._merge_sender.measured(*compute)
+        self.merge_sender.measured(*compute)
         for fragment in self.fragments:
             fragment.work.add(samples, lr, self.part_of_batch(samples), gradients, self._part_of_all(samples))
         came = self._serve(self._due)
@@ -231,10 +232,10 @@ class Rounds:
 
     def _send(self, fragment: Fragment) -> None:
         """Sends a contribution of this rank, and nothing to those next merges that it will miss."""
-        if not fragment.send(self._merge_sender.weigh):
-            given_up = self._merge_sender.steps
+        if not fragment.send(self.merge_sender.weigh):
+            given_up = self.merge_sender.steps
             self._on_merge({"fragment": fragment.index, "dropped_steps": given_up, "why": "not finite"})
-        with self._merge_sender.missing():
+        with self.merge_sender.missing():
             for _ in range(self._missed):
                 fragment.miss()
 
@@ -243,24 +244,9 @@ class Rounds:
         """The number of merges that this rank will miss after the one to which it contributes now."""
         return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
-    @property
-    def part_unit(self) -> float:
-        """The unit in which residuals of merges pass to other ranks: see `MergeSender.part_unit`."""
-        return self._merge_sender.part_unit
-
-    @property
-    def residual_weight(self) -> float:
-        """The weight by which residuals are scaled from merge to merge: see `MergeSender.residual_weight`."""
-        return self._merge_sender.residual_weight
-
-    @property
-    def residual_part(self) -> float:
-        """The part of whole batches that a contribution is over: see `MergeSender.residual_part`."""
-        return self._merge_sender.residual_part
-
     def _outgoing(self, index: int) -> list[float]:
         """The control vector for a contribution of fragment `index`. The exchange calls it as it sends."""
-        return self._merge_sender.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
+        return self.merge_sender.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
 
     @property
     def _leads(self) -> bool:
@@ -323,7 +309,7 @@ class Rounds:
                     heard = True
                 else:
                     fragment.work = LocalProgress()
-                    fragment.send(self._merge_sender.weigh)
+                    fragment.send(self.merge_sender.weigh)
                     told.add(fragment.index)
             return heard
 
