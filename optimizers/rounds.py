@@ -120,7 +120,7 @@ class Rounds:
 
     def after_step(
         self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0), gradients: float = 1.0
-    ) -> bool:
+    ) -> None:
         """Ends a local step: applies the merges that have come, and sends the contributions that are due. Waits for a
         merge if this rank has gone on without it for the bound of the strategy.
 
@@ -129,15 +129,12 @@ class Rounds:
             lr: the step's learning rate; 1 on all ranks where there is no rate.
             compute: samples and seconds of this step, as measured; a zero for not measured.
             gradients: how many gradients the step counts as: see `LocalProgress`.
-
-        Returns:
-            whether a merge was applied.
         """
         self._stepped += 1
         self.merge_sender.measured(*compute)
         for fragment in self.fragments:
             fragment.work.add(samples, lr, self.part_of_batch(samples), gradients, self._part_of_all(samples))
-        came = self._serve(self._due)
+        self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
         while late := [fragment for fragment in self.fragments if self._at_bound(fragment)]:
@@ -147,8 +144,7 @@ class Rounds:
                 self._given_way = merge
                 self.balancer.dialogue.horizon.lift()
                 break
-            came |= self._serve(self._due)
-        return came
+            self._serve(self._due)
 
     def part_of_batch(self, samples: float) -> float:
         """The part of a global batch that is this rank's, by the plans: a script may not keep to them. The mean over
