@@ -243,7 +243,7 @@ class LocalSteps:
         Args:
             samples: loss terms of the step on this rank.
             lr: its learning rate.
-            gradients: what the step adds to `LocalProgress.gradients`, before it is multiplied by the update fraction.
+            gradients: what the step adds to `LocalWork.gradients`, before it is multiplied by the update fraction.
 
         Returns:
             The bytes that this rank has sent.

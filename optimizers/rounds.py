@@ -25,7 +25,7 @@ from hvd_hetero.policy.local_round import update_fraction
 
 from . import control, merge_control
 from .balancer import Balancer
-from .fragment import Fragment, Lane, LocalProgress
+from .fragment import Fragment, Lane, LocalWork
 from .local_sgd import LocalSGD
 from .merge_sender import MergeSender
 from .parameter_store import Store
@@ -128,7 +128,7 @@ class Rounds:
             samples: of this rank in the step; 0 if it had none.
             lr: the step's learning rate; 1 on all ranks where there is no rate.
             compute: samples and seconds of this step, as measured; a zero for not measured.
-            gradients: how many gradients the step counts as: see `LocalProgress`.
+            gradients: how many gradients the step counts as: see `LocalWork`.
         """
         self._stepped += 1
         self.merge_sender.measured(*compute)
@@ -155,7 +155,7 @@ class Rounds:
         return (planned or samples) / (batches * self.balancer.global_batch_size)
 
     def _part_of_all(self, samples: float) -> float | None:
-        """What a step over `samples` loss terms adds to `LocalProgress.of_all`. None: it is not known how many samples
+        """What a step over `samples` loss terms adds to `LocalWork.of_all`. None: it is not known how many samples
         all ranks have in its batch, or there are several."""
         progress = self.balancer.progress
         if progress.whole is None or self._batches() > 1:
@@ -304,7 +304,7 @@ class Rounds:
                 if fragment.index in told:
                     heard = True
                 else:
-                    fragment.work = LocalProgress()
+                    fragment.work = LocalWork()
                     fragment.send(self.merge_sender.weigh)
                     told.add(fragment.index)
             return heard
@@ -343,13 +343,13 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
             self.rule.outer.check_state(saved)
             fragment.outer_state = arrays_like(fragment.lanes[0].buffer, saved)
-            fragment.work = LocalProgress()  # steps that wait to be counted were made after the state was saved
+            fragment.work = LocalWork()  # steps that wait to be counted were made after the state was saved
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
 
     def restart(self) -> None:
         """Discards the state of all merges so far, and begins anew: see `Strategy.restart`."""
         for fragment in self.fragments:
-            fragment.outer_state, fragment.work = {}, LocalProgress()
+            fragment.outer_state, fragment.work = {}, LocalWork()
         self.merges = 0
         self.lengths.resume(self.rule.round_steps)

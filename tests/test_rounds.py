@@ -13,7 +13,7 @@ from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import attachment, control, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.fragment import LocalProgress
+from hvd_hetero.optimizers.fragment import LocalWork
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.round_length import RoundLengths
@@ -541,4 +541,4 @@ def test_rounds_that_are_restarted_owe_nothing_and_have_no_momentum():
     rounds.fragments[0].work.batches = 0.5
     assert rounds.fragments[0].outer_state and rounds.merges
     rounds.restart()
-    assert not rounds.fragments[0].outer_state and not rounds.merges and rounds.fragments[0].work == LocalProgress()
+    assert not rounds.fragments[0].outer_state and not rounds.merges and rounds.fragments[0].work == LocalWork()
