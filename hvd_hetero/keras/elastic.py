@@ -20,7 +20,7 @@ from . import absent, backend, content
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .dataset import BalancedDataset
 from .function import allgather_object, broadcast_object, broadcast_variables
-from .place import EndOfBatch, Place
+from .position import EndOfBatch, UpdatePositionCallback
 from .randomness import load_random_state, random_state
 from .reducer import reducer_of
 from .resumption import Resumed
@@ -115,7 +115,7 @@ class KerasState(JobState):
             return history
         random, self._random = self._random, None
         ends = [EndOfBatch(x.aside)] if isinstance(x, BalancedDataset) else []
-        told: Any = [Place(self, random), *keras.tree.flatten(callbacks or ()), *ends]
+        told: Any = [UpdatePositionCallback(self, random), *keras.tree.flatten(callbacks or ()), *ends]
         if self.batch:
             verbose = arguments.get("verbose", "auto")
             told = Resumed(
