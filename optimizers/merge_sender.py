@@ -167,5 +167,5 @@ class MergeSender:
             )  # fmt: skip
         return merge_control.pack(
             sending.contribution, spread=sending.spread, finishing=finishing, rank=self._rank, ranks=self._size,
-            own=(work.steps, work.samples, self._balancer.step), balancer=said,
+            own=(work.steps, work.samples, self._balancer.step), control=said,
         )  # fmt: skip

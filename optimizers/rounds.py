@@ -254,7 +254,7 @@ class Rounds:
         said with it."""
         merge = fragment.merge(merge_control.scale)
         said = merge_control.unpack(merge.total, ranks=self.size)
-        report = control.unpack(said.balancer, ranks=self.size)
+        report = control.unpack(said.control, ranks=self.size)
         if said.finishing == self.size:
             self._ended.add(fragment.index)
         if report.failed:
@@ -275,7 +275,7 @@ class Rounds:
             })
             steps = (at - self._heard) // self._batches()
             self._heard += steps * self._batches()
-            self.balancer.dialogue.incoming(said.balancer, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
+            self.balancer.dialogue.incoming(said.control, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
         else:
             self.balancer.dialogue.hear_failed(report)
 
