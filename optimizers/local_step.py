@@ -9,11 +9,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.engine import script
-from hvd_hetero.engine.port import Handle, numbered_name
+from hvd_hetero.engine.port import numbered_name
 
 from . import merge_control
 from .fragment import Lane
@@ -23,6 +21,7 @@ from .local_sgd import LocalSGD
 from .parameter_store import ParameterStore
 from .rounds import Lanes, Rounds
 from .routing import Routing
+from .start_check import StartCheck
 from .unsent_state import Count
 from .weighted_exchange import WeightedExchange
 
@@ -72,7 +71,7 @@ class LocalSteps:
         gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.merge_sender.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = self.apart = False
-        self._alike: Handle | None = None  # a comparison of parameters that has not come yet: see `_begin`
+        self._start_check = StartCheck(engine, store, name=f"{self._name}.alike")
         self._newest = -1  # index of the global batch of the last local step
         self._update_fraction = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
@@ -194,41 +193,11 @@ class LocalSteps:
         return 1.0
 
     def _begin(self) -> None:
-        """Begins local steps, of which all ranks have made none since they held one model. A collective call.
-
-        Waits for all ranks' checksums, unless one waits for this rank elsewhere: it may have left out its first step,
-        and be in a validation, or in a merge of another optimizer. They are compared as they come then.
-        """
-        self._alike = self._checksums()
-        if self._engine.wait_avoiding_deadlock(self._alike.done, name=f"{self._name}.alike"):
-            self._end_comparison()
+        """Begins local steps, of which all ranks have made none since they held one model. A collective call."""
+        self._start_check.begin()
         self.rounds.begin()
         self.begun = self.apart = True
         self._balancer.record.event("apart", step=self._balancer.step)
-
-    def _checksums(self) -> Handle:
-        """Begins to gather the checksums of all ranks' parameters: int64 of shape [ranks, fragments]."""
-        row = np.array([[self._store.checksum(index) for index in range(len(self._store.lossy))]], dtype=np.int64)
-        return self._engine.allgather_async(row, name=f"{self._name}.alike")
-
-    def _end_comparison(self) -> None:
-        """Waits for the checksums under way, if there are any, and compares them: see `_check_alike`."""
-        if self._alike is not None:
-            handle, self._alike = self._alike, None
-            self._check_alike(handle.wait())
-
-    def _check_alike(self, checksums: Any) -> None:
-        """Raises RuntimeError, on every rank, unless the checksums say that all ranks hold the same parameters."""
-        found = np.asarray(checksums).tolist()
-        if others := [rank for rank, value in enumerate(found) if value != found[0]]:
-            raise RuntimeError(
-                "Expected the same parameters on every rank before local steps begin. Received: others than rank 0's "
-                f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
-                "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has made local "
-                "steps with them, call its merge() before making this one, or what ranks did is lost. What moves them "
-                "within a step and back, as SAM does, has to go back to a copy. A Keras model that is built by its "
-                "first step is broadcast after that: begin it with keras.Input(...)."
-            )
 
     @property
     def samples(self) -> float:
@@ -248,8 +217,7 @@ class LocalSteps:
         Returns:
             The bytes that this rank has sent.
         """
-        if self._alike is not None and self._alike.done():
-            self._end_comparison()
+        self._start_check.hear()
         self._counted.value += samples
         for index, parameters in enumerate(self._before):
             self._store.blend(index, parameters, self._update_fraction)
@@ -269,7 +237,7 @@ class LocalSteps:
         if self.begun:
             self.begun = False
             return self.rounds.withdraw()
-        checksums = self._checksums()  # other ranks may wait for these before their first local step
+        checksums = self._start_check.send()  # other ranks may wait for these before their first local step
         self.rounds.begin()
         over = self.rounds.withdraw()
         return lambda: over() and checksums.done()
@@ -289,7 +257,7 @@ class LocalSteps:
                 self._begin()
             ends, start = self.ends, time.perf_counter()
             self.rounds.finish()
-            self._end_comparison()
+            self._start_check.end()
             self.begun = self.apart = False
             self._balancer.record.event("together", step=self._newest + 1, wait_s=time.perf_counter() - start)
             if ends:
@@ -298,7 +266,7 @@ class LocalSteps:
     def abandon(self) -> None:
         """Ends the local steps without a merge, since the other ranks are gone (after an elastic reset)."""
         self.begun = self.apart = False
-        self._alike = None
+        self._start_check.forget()
 
     def take_over(self, before: LocalSteps) -> None:
         """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs.
