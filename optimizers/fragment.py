@@ -6,33 +6,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.policy.local_round import Contribution
 
 from .outer import Outer, compensated
+from .parameter_store import Store
 from .weighted_exchange import WeightedExchange
 
 
-class Store(Protocol):
-    """Reads and writes the parameters of a rank, as one flat array for each fragment."""
-
-    def read(self, index: int, into: Any = None) -> Any:
-        """Returns a flat copy of fragment `index`, in `into` if given: an array that an earlier call returned."""
-
-    def write(self, index: int, flat: Any) -> None:
-        """Overwrites the parameters of fragment `index`."""
-
-    def shift(self, index: int, by: Any) -> None:
-        """Adds to the parameters of fragment `index`; may overwrite `by`."""
-
-    def blend(self, index: int, flat: Any, part: float) -> None:
-        """Sets the parameters x of fragment `index` to part x + (1 - part) `flat`; may overwrite `flat`."""
-
-
 @dataclass
-class LocalProgress:
+class LocalWork:
     """Sums over the local steps that a rank made between two of its contributions.
 
     Attributes:
@@ -70,7 +55,7 @@ class LocalProgress:
             self.lr_sum += lr * gradients
             self.gradients += gradients
 
-    def carry_reach(self, other: LocalProgress) -> None:
+    def carry_reach(self, other: LocalWork) -> None:
         """Adds the `batches` and `rate_batches` of `other`, whose merge did not move the model: the next one will."""
         self.batches += other.batches
         self.rate_batches += other.rate_batches
@@ -82,7 +67,7 @@ class Merge:
 
     total: list[float]  # the control vectors, summed over ranks
     square: float  # squared norm of the merged progress, which the outer optimizer took; 0 if the model did not move
-    carried: LocalProgress  # the local steps of this rank since its contribution
+    carried: LocalWork  # the local steps of this rank since its contribution
 
 
 @dataclass(frozen=True)
@@ -117,7 +102,7 @@ class Fragment:
 
     If no contributing rank had a sample (for instance a rank without one in a short last batch, when all others miss
     the merge), all weights are 0 and z stays. The contributors then keep their part of the global batches
-    (`LocalProgress.batches`), and the next merge moves z that much further. Nothing is kept of progress that a rank
+    (`LocalWork.batches`), and the next merge moves z that much further. Nothing is kept of progress that a rank
     gave up because it was not finite: as with a synchronous step that is left out, its batches move z in no later
     merge.
 
@@ -142,7 +127,7 @@ class Fragment:
     outer: Outer
     compensation: float = 0.0
     spare: Callable[[int], Lane] | None = None
-    work: LocalProgress = field(default_factory=LocalProgress)
+    work: LocalWork = field(default_factory=LocalWork)
     z: Any = None
     outer_state: dict[str, Any] = field(default_factory=dict)
     sends: int = 0
@@ -150,7 +135,7 @@ class Fragment:
     # Arrays as long as the fragment, to be reused: new memory costs page faults.
     _free: list[Any] = field(default_factory=list, init=False)
     # For each merge under way, oldest first: its lane, x when it was sent (None if this rank misses it), and the work.
-    _pending: deque[tuple[Lane, Any, LocalProgress]] = field(default_factory=deque, init=False)
+    _pending: deque[tuple[Lane, Any, LocalWork]] = field(default_factory=deque, init=False)
 
     @property
     def under_way(self) -> bool:
@@ -181,7 +166,7 @@ class Fragment:
 
         Merges that are still under way, as after a failure, are forgotten.
         """
-        before, self.work = self.work, LocalProgress()
+        before, self.work = self.work, LocalWork()
         if before.steps == 0:
             self.work.carry_reach(before)
         self.z, self._turn = self.store.read(self.index, self.z), 0
@@ -200,13 +185,13 @@ class Fragment:
         copy[:] = flat
         return copy
 
-    def _submit(self, lane: Lane, sent: Any, work: LocalProgress) -> None:
+    def _submit(self, lane: Lane, sent: Any, work: LocalWork) -> None:
         self._turn = (self._turn + 1) % len(self.lanes)
         self._pending.append((lane, sent, work))
         self.sends += 1
         lane.exchange.submit(0)
 
-    def send(self, weigh: Callable[[LocalProgress, float], Contribution]) -> bool:
+    def send(self, weigh: Callable[[LocalWork, float], Contribution]) -> bool:
         """Contributes the progress Delta = x - z of all local steps since the last contribution.
 
         Args:
@@ -227,8 +212,8 @@ class Fragment:
             delta[:] = 0.0
             own[:] = self.z
             self.store.write(self.index, own)
-        done, self.work = self.work, LocalProgress()
-        self._submit(lane, own, done if finite else LocalProgress())  # no later merge makes up for what is given up
+        done, self.work = self.work, LocalWork()
+        self._submit(lane, own, done if finite else LocalWork())  # no later merge makes up for what is given up
         return finite
 
     def miss(self) -> None:
@@ -239,7 +224,7 @@ class Fragment:
             self.spare = None
         lane = self.lanes[self._turn]
         lane.buffer[:] = 0.0
-        self._submit(lane, None, LocalProgress())
+        self._submit(lane, None, LocalWork())
 
     def merge(self, scale: Callable[[Sequence[float]], float]) -> Merge:
         """Applies the oldest merge under way, after waiting for ranks that have not sent to it yet.

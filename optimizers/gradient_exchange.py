@@ -16,9 +16,9 @@ from .attachment import Attached
 from .balancer import Balancer
 from .control import ParameterComparison, failed_in, length
 from .exchange_count import ExchangeCount
-from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
+from .parameter_store import ParameterStore
 from .place import Place
 from .routing import Routing
 from .weighted_exchange import WeightedExchange

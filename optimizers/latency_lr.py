@@ -39,6 +39,7 @@ from hvd_hetero.policy.scaling import (
 from .agreement import agree_text
 from .argument import check_state, check_whole
 from .balancer import Balancer
+from .noise import NoiseMeter
 
 Rule = Callable[[float], float]
 RULES: dict[str, Rule] = {"linear": linear, "sqrt": sqrt}
@@ -57,7 +58,7 @@ USUAL = 0.9  # the quantile of their staleness that counts as usual
 class LatencyLR:
     """The factor by which a learning rate tuned for `base_batch_size` samples is multiplied.
 
-    `LatencyAwareLR` (torch) and `RateFactor` (Keras) call `advance` after each exchange, and multiply by `factor`.
+    `LatencyAwareLR` (torch) and `RateFactor` (Keras) call `hear` after each exchange, and multiply by `factor`.
 
     Args:
         rule: "linear", "sqrt", "adascale", or a function from S to the factor; see `policy.scaling`.
@@ -115,6 +116,21 @@ class LatencyLR:
     def measures_noise(self) -> bool:
         """Whether the rule needs the gradient's noise, which then has to be measured and passed to `advance`."""
         return self.rule == "adascale"
+
+    def hear(self, balancer: Balancer, meter: NoiseMeter | None) -> None:
+        """Advances by what all ranks said in the exchange of `balancer` that has just completed.
+
+        Args:
+            meter: of the gradient's noise; None: it is not measured.
+        """
+        said = balancer.dialogue
+        self.advance(
+            samples=said.entered,
+            global_batch_size=balancer.global_batch_size,
+            steps=said.steps,
+            staleness=said.mean_staleness,
+            noise=None if meter is None else meter.take(),
+        )
 
     def advance(
         self,

@@ -6,53 +6,24 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.engine import script
-from hvd_hetero.engine.port import Handle, numbered_name
+from hvd_hetero.engine.port import numbered_name
 
 from . import merge_control
-from .fragment import Lane, Store
+from .fragment import Lane
+from .gradient_exchange import GradientExchange
 from .local_phase import install_local_phase
 from .local_sgd import LocalSGD
+from .parameter_store import ParameterStore
 from .rounds import Lanes, Rounds
 from .routing import Routing
+from .start_check import StartCheck
 from .unsent_state import Count
 from .weighted_exchange import WeightedExchange
-
-if TYPE_CHECKING:
-    from .gradient_exchange import GradientExchange
-
-
-class ParameterStore(Store, Protocol):
-    """Reads and writes a rank's parameters as flat fragments; `hvd_hetero.torch` and `.keras` each implement it.
-
-    All parameters of a fragment have one type and device, and go through a lossy codec all or none.
-    """
-
-    @property
-    def lossy(self) -> Sequence[bool]:
-        """For each fragment, whether its progress goes through a lossy codec. Its length is the number of fragments."""
-
-    @property
-    def narrow(self) -> bool:
-        """Whether a parameter has a type (float16, bfloat16) in which a part of an update may round to nothing."""
-
-    def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """The shapes of the parameters in fragment `index`, in the order in which they lie in it."""
-
-    def empty(self, index: int, tail: int) -> Any:
-        """Returns a flat array of zeros, `tail` elements longer than fragment `index`, of its type and device."""
-
-    def control(self, length: int) -> Any:
-        """Returns `length` zeros in double precision, for a control vector that travels by itself."""
-
-    def checksum(self, index: int) -> int:
-        """A hash of the bits of fragment `index`, below 2**63."""
 
 
 class LocalSteps:
@@ -97,10 +68,10 @@ class LocalSteps:
         balancer.strategies.add(gradient_exchange.place, self.rounds)
         # One lane stands for all: only plain sums have several (to let ranks miss merges), and these keep nothing back.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
-        gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
+        gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.merge_sender.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = self.apart = False
-        self._alike: Handle | None = None  # a comparison of parameters that has not come yet: see `_begin`
+        self._start_check = StartCheck(engine, store, name=f"{self._name}.alike")
         self._newest = -1  # index of the global batch of the last local step
         self._update_fraction = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
@@ -134,8 +105,8 @@ class LocalSteps:
                 outgoing=lambda: outgoing(index),
                 name=numbered_name(name, number),
                 keeps=lossy and self._routing.keeps,
-                weight=lambda: self.rounds.residual_weight,
-                part=lambda: self.rounds.residual_part,
+                weight=lambda: self.rounds.merge_sender.residual_weight,
+                part=lambda: self.rounds.merge_sender.residual_part,
             )
             return Lane(exchange, buffer)
 
@@ -222,41 +193,11 @@ class LocalSteps:
         return 1.0
 
     def _begin(self) -> None:
-        """Begins local steps, of which all ranks have made none since they held one model. A collective call.
-
-        Waits for all ranks' checksums, unless one waits for this rank elsewhere: it may have left out its first step,
-        and be in a validation, or in a merge of another optimizer. They are compared as they come then.
-        """
-        self._alike = self._checksums()
-        if self._engine.wait_avoiding_deadlock(self._alike.done, name=f"{self._name}.alike"):
-            self._end_comparison()
+        """Begins local steps, of which all ranks have made none since they held one model. A collective call."""
+        self._start_check.begin()
         self.rounds.begin()
         self.begun = self.apart = True
         self._balancer.record.event("apart", step=self._balancer.step)
-
-    def _checksums(self) -> Handle:
-        """Begins to gather the checksums of all ranks' parameters: int64 of shape [ranks, fragments]."""
-        row = np.array([[self._store.checksum(index) for index in range(len(self._store.lossy))]], dtype=np.int64)
-        return self._engine.allgather_async(row, name=f"{self._name}.alike")
-
-    def _end_comparison(self) -> None:
-        """Waits for the checksums under way, if there are any, and compares them: see `_check_alike`."""
-        if self._alike is not None:
-            handle, self._alike = self._alike, None
-            self._check_alike(handle.wait())
-
-    def _check_alike(self, checksums: Any) -> None:
-        """Raises RuntimeError, on every rank, unless the checksums say that all ranks hold the same parameters."""
-        found = np.asarray(checksums).tolist()
-        if others := [rank for rank, value in enumerate(found) if value != found[0]]:
-            raise RuntimeError(
-                "Expected the same parameters on every rank before local steps begin. Received: others than rank 0's "
-                f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
-                "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has made local "
-                "steps with them, call its merge() before making this one, or what ranks did is lost. What moves them "
-                "within a step and back, as SAM does, has to go back to a copy. A Keras model that is built by its "
-                "first step is broadcast after that: begin it with keras.Input(...)."
-            )
 
     @property
     def samples(self) -> float:
@@ -271,13 +212,12 @@ class LocalSteps:
         Args:
             samples: loss terms of the step on this rank.
             lr: its learning rate.
-            gradients: what the step adds to `LocalProgress.gradients`, before it is multiplied by the update fraction.
+            gradients: what the step adds to `LocalWork.gradients`, before it is multiplied by the update fraction.
 
         Returns:
             The bytes that this rank has sent.
         """
-        if self._alike is not None and self._alike.done():
-            self._end_comparison()
+        self._start_check.hear()
         self._counted.value += samples
         for index, parameters in enumerate(self._before):
             self._store.blend(index, parameters, self._update_fraction)
@@ -297,7 +237,7 @@ class LocalSteps:
         if self.begun:
             self.begun = False
             return self.rounds.withdraw()
-        checksums = self._checksums()  # other ranks may wait for these before their first local step
+        checksums = self._start_check.send()  # other ranks may wait for these before their first local step
         self.rounds.begin()
         over = self.rounds.withdraw()
         return lambda: over() and checksums.done()
@@ -317,7 +257,7 @@ class LocalSteps:
                 self._begin()
             ends, start = self.ends, time.perf_counter()
             self.rounds.finish()
-            self._end_comparison()
+            self._start_check.end()
             self.begun = self.apart = False
             self._balancer.record.event("together", step=self._newest + 1, wait_s=time.perf_counter() - start)
             if ends:
@@ -326,7 +266,7 @@ class LocalSteps:
     def abandon(self) -> None:
         """Ends the local steps without a merge, since the other ranks are gone (after an elastic reset)."""
         self.begun = self.apart = False
-        self._alike = None
+        self._start_check.forget()
 
     def take_over(self, before: LocalSteps) -> None:
         """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs.
@@ -340,7 +280,7 @@ class LocalSteps:
         for lane, other in zip(lanes, others, strict=True):
             found = other.exchange.residuals()
             kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
-            units = before.rounds.part_unit / self.rounds.part_unit
+            units = before.rounds.merge_sender.part_unit / self.rounds.merge_sender.part_unit
             lane.exchange.add_residuals([kept.get(str(at)) for at in range(len(found))], units)
 
     def take_samples(self) -> float:

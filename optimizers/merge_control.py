@@ -31,7 +31,7 @@ class MergeReport:
         steps: the local steps in each rank's contribution.
         samples: the samples of these steps, by rank.
         positions: the global batch that each rank was at when it contributed.
-        balancer: the sum of the control vectors of `control`, for `Dialogue.incoming`.
+        control: the sum of the control vectors of the module `control`, for `Dialogue.incoming`.
     """
 
     sums: tuple[float, float, float]
@@ -39,7 +39,7 @@ class MergeReport:
     steps: list[float]
     samples: list[float]
     positions: list[float]
-    balancer: list[float]
+    control: list[float]
 
 
 def length(ranks: int) -> int:
@@ -55,7 +55,7 @@ def pack(
     own: tuple[float, float, int],
     rank: int,
     ranks: int,
-    balancer: Sequence[float],
+    control: Sequence[float],
 ) -> list[float]:
     """The control vector that one rank sends.
 
@@ -65,7 +65,7 @@ def pack(
         finishing: whether this rank is in `Rounds.finish`.
         own: the local steps and samples in the contribution, and the global batch that the rank is at.
         rank, ranks: this rank's number, and the number of ranks.
-        balancer: the control vector of `control`, from `Dialogue.outgoing`.
+        control: the control vector of the module `control`, from `Dialogue.outgoing`.
     """
     vector = [*contribution.weight_and_reach, spread, float(finishing)]
     steps, samples, position = own
@@ -73,7 +73,7 @@ def pack(
         row = [0.0] * ranks
         row[rank] = float(value)
         vector += row
-    return [*vector, *balancer]
+    return [*vector, *control]
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> MergeReport:
@@ -85,7 +85,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> MergeReport:
         steps=rows[0],
         samples=rows[1],
         positions=[PART * above + below for above, below in zip(rows[2], rows[3], strict=True)],
-        balancer=list(total[HEAD + ROWS * ranks :]),
+        control=list(total[HEAD + ROWS * ranks :]),
     )
 
 

@@ -11,7 +11,7 @@ from hvd_hetero.policy.local_round import NOTHING, Contribution, contribution
 
 from . import merge_control
 from .balancer import Balancer
-from .fragment import LocalProgress
+from .fragment import LocalWork
 from .local_sgd import LocalSGD
 
 
@@ -26,7 +26,7 @@ class Outgoing:
     """
 
     contribution: Contribution = NOTHING
-    work: LocalProgress = field(default_factory=LocalProgress)
+    work: LocalWork = field(default_factory=LocalWork)
     spread: float = 0.0
 
 
@@ -73,7 +73,7 @@ class MergeSender:
             return 1.0
         return self._balancer.global_batch_size / self._size
 
-    def weigh(self, work: LocalProgress, square: float) -> Contribution:
+    def weigh(self, work: LocalWork, square: float) -> Contribution:
         """Returns the weight, norm and reach of this rank's delta in the merge that it is about to send for.
 
         `Fragment.send` calls it. `outgoing` then describes this contribution.
@@ -167,5 +167,5 @@ class MergeSender:
             )  # fmt: skip
         return merge_control.pack(
             sending.contribution, spread=sending.spread, finishing=finishing, rank=self._rank, ranks=self._size,
-            own=(work.steps, work.samples, self._balancer.step), balancer=said,
+            own=(work.steps, work.samples, self._balancer.step), control=said,
         )  # fmt: skip

@@ -21,7 +21,7 @@ import numpy as np
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine
 
-from .local_step import ParameterStore
+from .parameter_store import ParameterStore
 
 BUDGET = 0.0005  # the part of rank 0's time that hashes may take; a rank of a tenth of its speed needs ten times that
 FIRST = 1  # the exchange of the first check, counted from 0: it is over the parameters after one update

@@ -25,9 +25,10 @@ from hvd_hetero.policy.local_round import update_fraction
 
 from . import control, merge_control
 from .balancer import Balancer
-from .fragment import Fragment, Lane, LocalProgress, Store
+from .fragment import Fragment, Lane, LocalWork
 from .local_sgd import LocalSGD
 from .merge_sender import MergeSender
+from .parameter_store import Store
 from .round_length import RoundLengths
 
 # The lanes of a fragment, and a function that makes the lane of a number with a buffer of its own: see `Fragment`.
@@ -54,6 +55,7 @@ class Rounds:
         merges: the number of merges of fragment 0 that this rank has applied.
         waits: how many times this rank had to wait for a merge.
         lengths: the length of each rank's rounds, and in which merges it takes part.
+        merge_sender: weighs what this rank contributes.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Rounds:
         self._given_way = (-1, -1)  # fragment and number of a merge not waited for, as other ranks wait for this one
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came when all ranks were finishing
-        self._merge_sender = MergeSender(rule, balancer, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead)
+        self.merge_sender = MergeSender(rule, balancer, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead)
         self.fragments = [
             Fragment(index=index, store=store, lanes=list(own), spare=spare, outer=rule.outer,
                      compensation=rule.compensation)
@@ -95,7 +97,7 @@ class Rounds:
         self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
-        self._merge_sender.begin()
+        self.merge_sender.begin()
         self._stepped = 0
         self._heard = self.balancer.step - self._batches()
 
@@ -118,7 +120,7 @@ class Rounds:
 
     def after_step(
         self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0), gradients: float = 1.0
-    ) -> bool:
+    ) -> None:
         """Ends a local step: applies the merges that have come, and sends the contributions that are due. Waits for a
         merge if this rank has gone on without it for the bound of the strategy.
 
@@ -126,16 +128,13 @@ class Rounds:
             samples: of this rank in the step; 0 if it had none.
             lr: the step's learning rate; 1 on all ranks where there is no rate.
             compute: samples and seconds of this step, as measured; a zero for not measured.
-            gradients: how many gradients the step counts as: see `LocalProgress`.
-
-        Returns:
-            whether a merge was applied.
+            gradients: how many gradients the step counts as: see `LocalWork`.
         """
         self._stepped += 1
-        self._merge_sender.measured(*compute)
+        self.merge_sender.measured(*compute)
         for fragment in self.fragments:
             fragment.work.add(samples, lr, self.part_of_batch(samples), gradients, self._part_of_all(samples))
-        came = self._serve(self._due)
+        self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
         while late := [fragment for fragment in self.fragments if self._at_bound(fragment)]:
@@ -145,8 +144,7 @@ class Rounds:
                 self._given_way = merge
                 self.balancer.dialogue.horizon.lift()
                 break
-            came |= self._serve(self._due)
-        return came
+            self._serve(self._due)
 
     def part_of_batch(self, samples: float) -> float:
         """The part of a global batch that is this rank's, by the plans: a script may not keep to them. The mean over
@@ -157,7 +155,7 @@ class Rounds:
         return (planned or samples) / (batches * self.balancer.global_batch_size)
 
     def _part_of_all(self, samples: float) -> float | None:
-        """What a step over `samples` loss terms adds to `LocalProgress.of_all`. None: it is not known how many samples
+        """What a step over `samples` loss terms adds to `LocalWork.of_all`. None: it is not known how many samples
         all ranks have in its batch, or there are several."""
         progress = self.balancer.progress
         if progress.whole is None or self._batches() > 1:
@@ -230,10 +228,10 @@ class Rounds:
 
     def _send(self, fragment: Fragment) -> None:
         """Sends a contribution of this rank, and nothing to those next merges that it will miss."""
-        if not fragment.send(self._merge_sender.weigh):
-            given_up = self._merge_sender.steps
+        if not fragment.send(self.merge_sender.weigh):
+            given_up = self.merge_sender.steps
             self._on_merge({"fragment": fragment.index, "dropped_steps": given_up, "why": "not finite"})
-        with self._merge_sender.missing():
+        with self.merge_sender.missing():
             for _ in range(self._missed):
                 fragment.miss()
 
@@ -242,24 +240,9 @@ class Rounds:
         """The number of merges that this rank will miss after the one to which it contributes now."""
         return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
-    @property
-    def part_unit(self) -> float:
-        """The unit in which residuals of merges pass to other ranks: see `MergeSender.part_unit`."""
-        return self._merge_sender.part_unit
-
-    @property
-    def residual_weight(self) -> float:
-        """The weight by which residuals are scaled from merge to merge: see `MergeSender.residual_weight`."""
-        return self._merge_sender.residual_weight
-
-    @property
-    def residual_part(self) -> float:
-        """The part of whole batches that a contribution is over: see `MergeSender.residual_part`."""
-        return self._merge_sender.residual_part
-
     def _outgoing(self, index: int) -> list[float]:
         """The control vector for a contribution of fragment `index`. The exchange calls it as it sends."""
-        return self._merge_sender.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
+        return self.merge_sender.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
 
     @property
     def _leads(self) -> bool:
@@ -271,7 +254,7 @@ class Rounds:
         said with it."""
         merge = fragment.merge(merge_control.scale)
         said = merge_control.unpack(merge.total, ranks=self.size)
-        report = control.unpack(said.balancer, ranks=self.size)
+        report = control.unpack(said.control, ranks=self.size)
         if said.finishing == self.size:
             self._ended.add(fragment.index)
         if report.failed:
@@ -292,7 +275,7 @@ class Rounds:
             })
             steps = (at - self._heard) // self._batches()
             self._heard += steps * self._batches()
-            self.balancer.dialogue.incoming(said.balancer, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
+            self.balancer.dialogue.incoming(said.control, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
         else:
             self.balancer.dialogue.hear_failed(report)
 
@@ -321,8 +304,8 @@ class Rounds:
                 if fragment.index in told:
                     heard = True
                 else:
-                    fragment.work = LocalProgress()
-                    fragment.send(self._merge_sender.weigh)
+                    fragment.work = LocalWork()
+                    fragment.send(self.merge_sender.weigh)
                     told.add(fragment.index)
             return heard
 
@@ -360,13 +343,13 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
             self.rule.outer.check_state(saved)
             fragment.outer_state = arrays_like(fragment.lanes[0].buffer, saved)
-            fragment.work = LocalProgress()  # steps that wait to be counted were made after the state was saved
+            fragment.work = LocalWork()  # steps that wait to be counted were made after the state was saved
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
 
     def restart(self) -> None:
         """Discards the state of all merges so far, and begins anew: see `Strategy.restart`."""
         for fragment in self.fragments:
-            fragment.outer_state, fragment.work = {}, LocalProgress()
+            fragment.outer_state, fragment.work = {}, LocalWork()
         self.merges = 0
         self.lengths.resume(self.rule.round_steps)

@@ -93,7 +93,7 @@ class UnsentState:
         Args:
             exchanges: the same number and order on all ranks.
             unit: returns the part of a global batch that has weight 1 in their sums now (`GradientExchange.part_unit`,
-                `Rounds.part_unit`). Residuals given back are scaled by the ratio of the units.
+                `MergeSender.part_unit`). Residuals given back are scaled by the ratio of the units.
         """
         self._new[kind] = [exchange.state_dict() for exchange in exchanges]
         self._groups[kind] = _Group(exchanges, unit)

@@ -16,7 +16,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.callbacks import balance
-from hvd_hetero.keras.place import Place
+from hvd_hetero.keras.position import UpdatePositionCallback
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 
 WHOLE, BATCHES = 4, 20
@@ -89,11 +89,11 @@ def test_commits_and_checkpoints_count_batches_and_not_executions(at_once, expec
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_fit_of_a_state_keeps_batches_and_not_executions(tells):
     state, found = State(), []
-    place = Place(state, None)
-    place.set_model(types.SimpleNamespace(steps_per_execution=4))
+    position = UpdatePositionCallback(state, None)
+    position.set_model(types.SimpleNamespace(steps_per_execution=4))
     for first in (0, 4, 8):
-        place.on_train_batch_begin(first)
-        place.on_train_batch_end(first + 3 if tells else first)
+        position.on_train_batch_begin(first)
+        position.on_train_batch_end(first + 3 if tells else first)
         found.append(state.batch)
     assert found == [4, 8, 12]
 

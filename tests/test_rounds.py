@@ -13,7 +13,7 @@ from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import attachment, control, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.fragment import LocalProgress
+from hvd_hetero.optimizers.fragment import LocalWork
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.round_length import RoundLengths
@@ -315,7 +315,7 @@ def test_rounds_that_begin_anew_know_nothing_of_the_steps_before():
 def test_the_place_of_a_long_job_is_exact_in_single_precision():
     position = 5 * 2**24 + 1
     row = merge_control.pack(
-        NOTHING, spread=0.0, finishing=False, own=(1.0, 1.0, position), rank=1, ranks=2, balancer=[]
+        NOTHING, spread=0.0, finishing=False, own=(1.0, 1.0, position), rank=1, ranks=2, control=[]
     )
     said = merge_control.unpack(np.array(row, np.float32).tolist(), ranks=2)
     assert said.positions == [0, position]
@@ -541,4 +541,4 @@ def test_rounds_that_are_restarted_owe_nothing_and_have_no_momentum():
     rounds.fragments[0].work.batches = 0.5
     assert rounds.fragments[0].outer_state and rounds.merges
     rounds.restart()
-    assert not rounds.fragments[0].outer_state and not rounds.merges and rounds.fragments[0].work == LocalProgress()
+    assert not rounds.fragments[0].outer_state and not rounds.merges and rounds.fragments[0].work == LocalWork()

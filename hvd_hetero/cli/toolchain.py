@@ -19,6 +19,7 @@ from pathlib import Path
 from hvd_hetero.cli.error import MissingFramework, MissingTool
 
 FRAMEWORKS = ("torch", "tensorflow")
+TIMEOUT_S = 120.0  # for a program's answer
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly")
 _TORCH_PROBE = (
     "import json, torch; print(json.dumps({'version': torch.__version__, "
@@ -27,10 +28,10 @@ _TORCH_PROBE = (
 )
 
 
-def output(command: Sequence[str], timeout_s: float = 120.0) -> str | None:
+def output(command: Sequence[str]) -> str | None:
     """What `command` prints on stdout and stderr together, stripped; None if it cannot run, fails, or is too slow."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

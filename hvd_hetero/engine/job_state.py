@@ -63,14 +63,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     Args:
         given: parts and plain values by name. They become attributes.
         horovod: Horovod's module for the framework.
+        content: the face's module that serialises checkpoints, with `saved` and `loaded`; None: there will be none.
 
     Attributes:
         commits: the number of commits of the job so far.
         at_end, at_end_alone, read_late: set by a checkpoint: see `checkpoint.State`.
     """
 
-    def __init__(self, given: Mapping[str, Any], *, horovod: Any) -> None:
-        self._horovod = horovod
+    def __init__(self, given: Mapping[str, Any], *, horovod: Any, content: Any = None) -> None:
+        self._horovod, self._content = horovod, content
         self._parts: dict[str, Any] = {}
         self._balancers: list[Any] = []
         self.commits = 0
@@ -127,6 +128,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _of_all(self, value: Any, *, name: str) -> list[Any]:
         """The values of all ranks. A collective call."""
         return self._horovod.allgather_object(value, name=name)  # type: ignore[no-any-return]
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this rank alone, beside what its balancers keep."""
+        return {}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `_own_state` returned on the rank of this number in a job of as many ranks."""
 
     # What it is made of ---------------------------------------------------------------------------------------------
 
@@ -328,6 +336,29 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 balancer.record.flush()
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def shared_content(self) -> bytes:
+        """The part of a checkpoint that is the same on all ranks."""
+        return self._content.saved(self.shared_state())  # type: ignore[no-any-return]
+
+    def own_content(self) -> bytes:
+        """This rank's own part of a checkpoint: statistics of its samples, random states, what codecs have kept back,
+        gradients that are added up, and places in streams."""
+        kept = {"kept": self.codec_states(), "added": self.sum_states(), "streams": self.stream_states()}
+        return self._content.saved({**self._own_state(), **kept})  # type: ignore[no-any-return]
+
+    def load_shared_content(self, content: bytes) -> None:
+        """Goes on from what `shared_content` returned. Raises ValueError if it is of another job."""
+        self.load_shared_state(self._content.loaded(content))
+
+    def load_own_content(self, content: bytes) -> None:
+        """Goes on from what `own_content` returned."""
+        state = self._content.loaded(content)
+        self._load_own_state(state)
+        self.load_codec_states(state.get("kept", ()))
+        self.load_sum_states(state.get("added", ()))
+        self.load_stream_states(state.get("streams", ()))
+        self.save()
 
     def shared_state(self) -> dict[str, dict[str, Any]]:
         """Returns the state that is the same on all ranks: {"parts": state of each part, "values": plain values}."""

@@ -1,9 +1,10 @@
-"""Texts and bytes of any length, which ranks gather, scatter and broadcast; long ones in several operations."""
+"""Texts, bytes and objects, which ranks gather, scatter and broadcast; long ones in several operations."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -96,3 +97,30 @@ def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: s
         engine.broadcast_async(np.zeros((0, len(array)), np.uint8), root=root, name=name).wait()
     for at in range(0, max(len(array), 1), PIECE_BYTES):
         engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
+
+
+def place_of(engine: Engine, root_rank: int) -> int:
+    """The place of a global rank among the engine's ranks. Raises ValueError if it is not one of them."""
+    if root_rank not in engine.ranks:
+        raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
+    return engine.ranks.index(root_rank)
+
+
+def broadcast_object(engine: Engine, obj: Any, *, root_rank: int, name: str, pickle: Any) -> Any:
+    """Returns the object of a global rank, on all ranks; what the others pass is ignored. A collective call.
+
+    Args:
+        pickle: has the functions `dumps` and `loads`, as the module `pickle` has.
+
+    Raises:
+        ValueError: `root_rank` is not one of the engine's ranks.
+    """
+    root = place_of(engine, root_rank)
+    mine = pickle.dumps(obj) if engine.rank == root else b""
+    content = broadcast_bytes(engine, mine, root=root, name=name)
+    return obj if engine.rank == root else pickle.loads(content)
+
+
+def gather_objects(engine: Engine, obj: Any, *, name: str, pickle: Any) -> list[Any]:
+    """Returns the objects of all ranks, by rank. A collective call; `pickle` as for `broadcast_object`."""
+    return list(map(pickle.loads, gather_bytes(engine, pickle.dumps(obj), name=name)))

@@ -200,14 +200,14 @@ def _measured(timer: Timer, devices: tuple[Device, ...], speeds: tuple[float, ..
 
 def _topology(nodes: tuple[tuple[int, ...], ...], latency: np.ndarray, bandwidth: np.ndarray) -> Topology:
     """These nodes with the slowest local and the slowest cross link, of a pair of ranks alone."""
-    topology = Topology(nodes=nodes)
+    node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
     found: dict[bool, list[Link]] = {True: [], False: []}
-    for a, b in combinations(range(topology.size), 2):
+    for a, b in combinations(range(len(node_of)), 2):
         link = Link(latency_s=float(latency[a, b]), bandwidth_bytes_per_s=float(bandwidth[a, b]))
-        found[topology.node_of(a) == topology.node_of(b)].append(link)
+        found[node_of[a] == node_of[b]].append(link)
     slowest = {inside: max(links, key=lambda link: link.time_s(TYPICAL_BYTES), default=None)
                for inside, links in found.items()}
-    return replace(topology, local=slowest[True], cross=slowest[False])
+    return Topology(nodes=nodes, local=slowest[True], cross=slowest[False])
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:

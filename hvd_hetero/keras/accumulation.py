@@ -89,7 +89,7 @@ class BatchWeights:
         """Ends a batch, which the optimizer has skipped if its gradients were not finite.
 
         Returns:
-            Where it has made an update with it, what that counts for (`LocalProgress.gradients`); else None.
+            Where it has made an update with it, what that counts for (`LocalWork.gradients`); else None.
         """
         taken, unit = self.state.value
         now, mixed = batches_of(self._optimizer()), self._mixed

@@ -6,7 +6,7 @@ hardware it knows keep their speeds), datasets (each sample of an epoch once in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
@@ -16,12 +16,11 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.process_set import says_removed
 from hvd_hetero.optimizers.attachment import PeerError
 
-from . import absent, backend
+from . import absent, backend, content
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
-from .content import loaded, saved
 from .dataset import BalancedDataset
 from .function import allgather_object, broadcast_object, broadcast_variables
-from .place import EndOfBatch, Place
+from .position import EndOfBatch, UpdatePositionCallback
 from .randomness import load_random_state, random_state
 from .reducer import reducer_of
 from .resumption import Resumed
@@ -82,7 +81,7 @@ class KerasState(JobState):
                 optimizer.build(model.trainable_variables)
             given["optimizer"] = optimizer
         self._random: Any = None  # where it was when what is restored was kept, until training goes on
-        super().__init__({**given, **values}, horovod=backend.horovod)
+        super().__init__({**given, **values}, horovod=backend.horovod, content=content)
 
     def fit(self, x: Any, *, epochs: int, callbacks: Any = (), **arguments: Any) -> Any:
         """The history of `model.fit(x, ...)` from where this state is, to the end of epoch number `epochs`.
@@ -116,7 +115,7 @@ class KerasState(JobState):
             return history
         random, self._random = self._random, None
         ends = [EndOfBatch(x.aside)] if isinstance(x, BalancedDataset) else []
-        told: Any = [Place(self, random), *keras.tree.flatten(callbacks or ()), *ends]
+        told: Any = [UpdatePositionCallback(self, random), *keras.tree.flatten(callbacks or ()), *ends]
         if self.batch:
             verbose = arguments.get("verbose", "auto")
             told = Resumed(
@@ -166,33 +165,15 @@ class KerasState(JobState):
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
-    def shared_content(self) -> bytes:
-        """The part of a checkpoint that is the same on all ranks."""
-        return saved(self.shared_state())
-
-    def own_content(self) -> bytes:
-        """This rank's own part of a checkpoint: statistics of its samples, random states, what codecs have kept back,
-        gradients that are added up, and places in streams."""
+    def _own_state(self) -> dict[str, Any]:
         parts = {name: part for name, part in self._parts.items() if isinstance(part, Variables)}
-        variables = {name: part.own_state() for name, part in parts.items()}
-        kept = {"kept": self.codec_states(), "added": self.sum_states(), "streams": self.stream_states()}
-        return saved({"random": random_state(), "variables": variables, **kept})
+        return {"random": random_state(), "variables": {name: part.own_state() for name, part in parts.items()}}
 
-    def load_shared_content(self, content: bytes) -> None:
-        """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
-        self.load_shared_state(loaded(content))
-
-    def load_own_content(self, content: bytes) -> None:
-        """Goes on from what `own_content` returned."""
-        state = loaded(content)
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._random = state["random"]
         load_random_state(self._random)
         for name, values in state["variables"].items():
             self._parts[name].load_own_state(values)
-        self.load_codec_states(state.get("kept", ()))
-        self.load_sum_states(state.get("added", ()))
-        self.load_stream_states(state.get("streams", ()))
-        self.save()
 
 
 class TensorFlowKerasState(KerasState):

@@ -122,14 +122,7 @@ class RateFactor:
 
     def _advance(self) -> None:
         assert self._core is not None and self._balancer is not None
-        said = self._balancer.dialogue
-        self._core.advance(
-            samples=said.entered,
-            global_batch_size=self._balancer.global_batch_size,
-            steps=said.steps,
-            staleness=said.mean_staleness,
-            noise=None if self._meter is None else self._meter.take(),
-        )
+        self._core.hear(self._balancer, self._meter)
         if self._in_effect:
             self._set(self._core.factor)
 

@@ -11,8 +11,7 @@ import cloudpickle
 import keras
 import numpy as np
 
-from hvd_hetero.engine import binding
-from hvd_hetero.engine.payload import broadcast_bytes, broadcast_in_pieces, gather_bytes
+from hvd_hetero.engine import binding, payload
 from hvd_hetero.engine.port import Engine, rotating_name
 from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
@@ -58,21 +57,14 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 
 def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: str) -> None:
     """Overwrites the arrays with those of a global rank. As bytes: any type goes, and all of them at once."""
-    root = _place_of(root_rank, engine)
+    root = payload.place_of(engine, root_rank)
     parts: list[np.ndarray] = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-    broadcast_in_pieces(engine, whole, root=root, name=name)
+    payload.broadcast_in_pieces(engine, whole, root=root, name=name)
     at = 0
     for part in parts:
         part[...] = whole[at : at + len(part)]
         at += len(part)
-
-
-def _place_of(root_rank: int, engine: Engine) -> int:
-    """The place of a global rank among the engine's ranks. Raises ValueError if it is not one of them."""
-    if root_rank not in engine.ranks:
-        raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
-    return engine.ranks.index(root_rank)
 
 
 def broadcast_object(
@@ -85,11 +77,8 @@ def broadcast_object(
     Args:
         session: Horovod's; of no effect.
     """
-    engine = backend.engine(process_set)
-    root = _place_of(root_rank, engine)
-    mine = cloudpickle.dumps(obj) if engine.rank == root else b""
-    content = broadcast_bytes(engine, mine, root=root, name=name or "broadcast_object")
-    return obj if engine.rank == root else cloudpickle.loads(content)
+    engine, name = backend.engine(process_set), name or "broadcast_object"
+    return payload.broadcast_object(engine, obj, root_rank=root_rank, name=name, pickle=cloudpickle)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None, *, session: Any = None) -> Any:
@@ -98,8 +87,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None,
     Args:
         session: Horovod's; of no effect.
     """
-    pickled = gather_bytes(backend.engine(process_set), cloudpickle.dumps(obj), name=name or "allgather_object")
-    return list(map(cloudpickle.loads, pickled))
+    engine, name = backend.engine(process_set), name or "allgather_object"
+    return payload.gather_objects(engine, obj, name=name, pickle=cloudpickle)
 
 
 def shutdown() -> None:

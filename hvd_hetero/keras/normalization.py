@@ -13,7 +13,7 @@ from keras import ops
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.balancer import check_balancer
-from hvd_hetero.optimizers.moments import RowSum, merged
+from hvd_hetero.optimizers.row_sum import RowSum, merged
 
 from . import backend
 from .balancer import Balancer

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_hetero.optimizers.moments import RowSum
+from hvd_hetero.optimizers.row_sum import RowSum
 
 at_least = tf.maximum  # element-wise; unlike Keras' own maximum, it keeps float64
 

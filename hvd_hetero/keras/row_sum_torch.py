@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvd_hetero.optimizers.moments import RowSum
+from hvd_hetero.optimizers.row_sum import RowSum
 
 at_least = torch.clamp_min  # element-wise maximum; unlike Keras' own, it keeps float64
 

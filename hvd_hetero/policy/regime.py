@@ -16,6 +16,8 @@ from .speed import LEAST_NOISE, SHORTEST_S, Observation, by_size, middle
 REACH = 24                   # observations on either side of a possible change of speed that are compared
 FEW = 4.0                    # noise that is estimated from so many pairs of neighbours is doubled: it may be too low
 CHANGE_IN_STANDARD_ERRORS = 5.0
+CHANGED_BY_A_PLAN = 0.05     # a plan changed speeds if that of a rank differs by more than this fraction
+FEWEST_WITH_A_PLAN = 4       # observations of a rank with a plan, to compare them with those of another plan
 MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
 
 
@@ -39,8 +41,7 @@ def since_last_speed_change(observations: Sequence[Observation], *, minimum: int
     return since_last_speed_change(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
 
 
-def last_plan_that_changed_speeds(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Sequence[int], *,
-                                  tolerance: float = 0.05) -> int:
+def last_plan_that_changed_speeds(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Sequence[int]) -> int:
     """The first step of the last plan with which the speed of any rank changed; 0 if there was no such plan.
 
     A plan can itself change speeds, mostly of several ranks: ranks that wait less leave less of a shared machine to
@@ -51,7 +52,6 @@ def last_plan_that_changed_speeds(windows: Sequence[Sequence[tuple[int, Observat
     Args:
         windows: by rank, pairs of a step and its observation, oldest first.
         starts: the first steps of all plans, ascending.
-        tolerance: relative; a smaller change between two plans is none.
     """
     edges = [*starts, math.inf]
     spans = [(window[0][0], window[-1][0]) for window in windows if window]
@@ -61,17 +61,17 @@ def last_plan_that_changed_speeds(windows: Sequence[Sequence[tuple[int, Observat
             continue
         before = [[seen for step, seen in window if first <= step < start] for window in windows]
         after = [[seen for step, seen in window if start <= step < end] for window in windows]
-        if any(_surely_changed(old, new) > tolerance for old, new in zip(before, after, strict=True)):
+        if any(_surely_changed(old, new) > CHANGED_BY_A_PLAN for old, new in zip(before, after, strict=True)):
             return int(start)
     return 0
 
 
-def _surely_changed(before: Sequence[Observation], after: Sequence[Observation], *, minimum: int = 4) -> float:
+def _surely_changed(before: Sequence[Observation], after: Sequence[Observation]) -> float:
     """The relative change of a rank's speed, as a lower bound less one standard error; may be negative; 0.0 if unknown.
 
-    Each side's most frequent size is compared; sides with fewer than `minimum` observations are not.
+    Each side's most frequent size is compared; sides with fewer than `FEWEST_WITH_A_PLAN` observations are not.
     """
-    if min(len(before), len(after)) < minimum:
+    if min(len(before), len(after)) < FEWEST_WITH_A_PLAN:
         return 0.0
     (b, old), (c, new) = (max(by_size(seen).items(), key=lambda size: len(size[1])) for seen in (before, after))
     off = sorted(abs(t / middle(times) - 1.0) for times in (old, new) for t in times)

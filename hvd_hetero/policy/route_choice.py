@@ -22,6 +22,7 @@ class RouteChoice:
 
 
 MARGIN = 0.1  # a route replaces the default only if it takes less time by this fraction: timing has errors
+NEAR = 1.5  # a trial compares the next best route if it should take at most so many times as long as the chosen one
 
 
 def _fastest(seconds: Mapping[str, float], *, preferred: str) -> str:
@@ -54,17 +55,17 @@ def choose_route(size_bytes: float, timed: Mapping[str, Link], *, default: str) 
     )
 
 
-def rivals(size_bytes: float, timed: Mapping[str, Link], chosen: str, *, within: float = 1.5) -> Sequence[str]:
-    """The routes that a trial on the running job should compare, see `RouteTrial`.
+def rivals(size_bytes: float, timed: Mapping[str, Link], chosen: str) -> Sequence[str]:
+    """The routes that a trial on the running job should compare (`RouteTrial`): the chosen one, and another if it is
+    `NEAR`.
 
     Args:
         size_bytes: size of the bucket.
         timed: as for `choose_route`.
         chosen: the route that `choose_route` returned.
-        within: the next best route is compared too if it should take at most so many times as long as `chosen`.
     """
     predicted = sorted((line.time_s(size_bytes), route) for route, line in timed.items() if route != chosen)
-    near = [route for seconds, route in predicted[:1] if seconds <= within * timed[chosen].time_s(size_bytes)]
+    near = [route for seconds, route in predicted[:1] if seconds <= NEAR * timed[chosen].time_s(size_bytes)]
     return (chosen, *near)
 
 

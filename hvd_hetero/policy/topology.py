@@ -173,7 +173,8 @@ def _tree(weights: np.ndarray, parts: Sequence[tuple[int, ...]]) -> list[tuple[f
     """
     if len(parts) < 2:
         return []
-    between = np.array([[weights[np.ix_(a, b)].max() for b in parts] for a in parts])
+    ranks, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
+    between = np.maximum.reduceat(np.maximum.reduceat(weights[np.ix_(ranks, ranks)], starts, axis=0), starts, axis=1)
     best = between[0].copy()
     source: np.ndarray = np.zeros(len(parts), dtype=int)
     outside = np.arange(len(parts)) > 0

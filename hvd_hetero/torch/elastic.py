@@ -7,7 +7,7 @@ learning rates. `TorchState` finds them by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import horovod.torch as horovod
@@ -19,7 +19,7 @@ from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState, has_state
 from hvd_hetero.optimizers.attachment import PeerError
 
-from .content import load_random_state, loaded, random_state, saved
+from . import content
 from .function import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, keep_types, shutdown
 
 __all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
@@ -53,7 +53,7 @@ class TorchState(JobState):
                 raise TypeError(
                     f"{name}: expected a {kind}. Received: {given[name]!r}. Give plain values by their names: epoch=0."
                 )
-        super().__init__({**given, **values}, horovod=horovod)
+        super().__init__({**given, **values}, horovod=horovod, content=content)
 
     def _balancer_of(self, part: Any) -> Any:
         return vars(part).get("_balancer") if isinstance(part, torch.optim.Optimizer) else super()._balancer_of(part)
@@ -70,7 +70,7 @@ class TorchState(JobState):
         try:
             return super()._copy(state)
         except NotImplementedError:  # a tensor that can be saved but not cloned, such as torchao's 8-bit ones
-            return loaded(saved(state))
+            return content.loaded(content.saved(state))
 
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, torch.nn.Module):
@@ -95,34 +95,18 @@ class TorchState(JobState):
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
-    def shared_content(self) -> bytes:
-        """The part of a checkpoint that is the same on all ranks."""
-        return saved(self.shared_state())
-
-    def own_content(self) -> bytes:
-        """This rank's own part of a checkpoint: statistics of its samples, states of random number generators, what
-        codecs have kept back, and places in streams."""
+    def _own_state(self) -> dict[str, Any]:
         models = {name: part for name, part in self._parts.items() if isinstance(part, torch.nn.Module)}
         buffers = {name: dict(model.named_buffers()) for name, model in models.items()}
-        kept = {"kept": self.codec_states(), "streams": self.stream_states()}
-        return saved({"random": random_state(), "buffers": buffers, **kept})
+        return {"random": content.random_state(), "buffers": buffers}
 
-    def load_shared_content(self, content: bytes) -> None:
-        """Restores what `shared_content` returned. Raises ValueError if that is of another job."""
-        self.load_shared_state(loaded(content))
-
-    def load_own_content(self, content: bytes) -> None:
-        """Goes on from what `own_content` returned."""
-        state = loaded(content)
-        load_random_state(state["random"])
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        content.load_random_state(state["random"])
         for name, buffers in state["buffers"].items():
             mine = dict(self._parts[name].named_buffers())
             for key, value in buffers.items():  # the model makes masks and tables again that it makes as it is used
                 if key in mine and mine[key].shape == value.shape:
                     mine[key].copy_(value)
-        self.load_codec_states(state.get("kept", ()))
-        self.load_stream_states(state.get("streams", ()))
-        self.save()
 
 
 def run(train: Callable[..., T]) -> Callable[..., T]:

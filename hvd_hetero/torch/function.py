@@ -17,10 +17,9 @@ import horovod.torch.sync_batch_norm
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hvd_hetero.engine import binding
+from hvd_hetero.engine import binding, payload
 from hvd_hetero.engine.environment import waits_without_spinning
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.engine.payload import broadcast_bytes, gather_bytes
 from hvd_hetero.engine.sleep import wait_until
 
 from .argument import check_optimizer
@@ -234,19 +233,13 @@ def broadcast_object(
     Horovod's own function, without a name, pairs ranks by the type of what they pass: a rank that passes None waits for
     ever for one that passes a dict. And it takes objects of up to 2 GiB only.
     """
-    engine = HorovodEngine(process_set)
-    if root_rank not in engine.ranks:
-        raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
-    root = engine.ranks.index(root_rank)
-    mine = _pickle.dumps(obj) if engine.rank == root else b""
-    content = broadcast_bytes(engine, mine, root=root, name=name or "broadcast_object")
-    return obj if engine.rank == root else _pickle.loads(content)
+    engine, name = HorovodEngine(process_set), name or "broadcast_object"
+    return payload.broadcast_object(engine, obj, root_rank=root_rank, name=name, pickle=_pickle)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, of any types, sent pickled. A collective call."""
-    pickled = gather_bytes(HorovodEngine(), _pickle.dumps(obj), name=name or "allgather_object")
-    return list(map(_pickle.loads, pickled))
+    return payload.gather_objects(HorovodEngine(), obj, name=name or "allgather_object", pickle=_pickle)
 
 
 def _parts(name: str | None, value: Any) -> Iterator[tuple[str | None, Any]]:

@@ -135,13 +135,7 @@ class LatencyAwareLR:
             self._meter.measuring = True
 
     def _advance(self) -> None:
-        self._core.advance(
-            samples=self.balancer.dialogue.entered,
-            global_batch_size=self.balancer.global_batch_size,
-            steps=self.balancer.dialogue.steps,
-            staleness=self.balancer.dialogue.mean_staleness,
-            noise=None if self._meter is None else self._meter.take(),
-        )
+        self._core.hear(self.balancer, self._meter)
 
     def _watch(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError when many steps in a row are made without the factor. Single ones are allowed: Horovod's

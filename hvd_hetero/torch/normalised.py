@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvd_hetero.optimizers.moments import RowSum, merged
+from hvd_hetero.optimizers.row_sum import RowSum, merged
 
 
 class Normalised(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
-from hvd_hetero.optimizers.moments import RowSum
+from hvd_hetero.optimizers.row_sum import RowSum
 
 
 def _check_whole(balancer: Balancer) -> None:

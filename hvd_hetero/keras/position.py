@@ -11,7 +11,7 @@ from .callbacks.elastic import UpdateBatchStateCallback
 from .randomness import Aside, load_random_state
 
 
-class Place(UpdateBatchStateCallback):
+class UpdatePositionCallback(UpdateBatchStateCallback):
     """Keeps `epoch` and `batch` of a state up to date, by the numbers that batches have in their epoch.
 
     Args:
