@@ -218,7 +218,7 @@ class BalancedDataLoader:
         self.balancer.batch_order.ends()
         self.balancer.end_epoch()
         if torch.is_grad_enabled():
-            warn_of_none(self.balancer)
+            warn_of_none(self.balancer, evaluates="hvd.EvaluationDataLoader, or iterate under torch.no_grad()")
         elif not self.balancer.batch_order.used:  # it looked at the data only, as `update_bn` does
             go_back()
 
