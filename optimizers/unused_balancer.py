@@ -76,15 +76,17 @@ class UnusedBalancerCheck:
             )
 
 
-def warn_of_none(balancer: Balancer) -> None:
+def warn_of_none(balancer: Balancer, *, evaluates: str) -> None:
     """Warns if `balancer` was never passed to an optimizer or tape, and there are several ranks.
 
-    The data loader calls this at the end of an epoch during which gradients were enabled.
+    Args:
+        balancer: of a data loader or dataset, which calls this at the end of an epoch that may have been training.
+        evaluates: what an evaluation takes instead, which deserves no warning.
     """
     if balancer.size > 1 and not balancer.exchanges.ever:
         script.warn(
-            "Where this is training: expected hvd.DistributedOptimizer(..., balancer=balancer) with the loader's "
+            "Where this is training: expected hvd.DistributedOptimizer(..., balancer=balancer) with the data's "
             "balancer. Received: none, and an epoch is over: unless the script averages gradients by itself, each rank "
             "has trained a model of its own; what else averages them counts all ranks alike, whatever their shares. "
-            "For an evaluation, take hvd.EvaluationDataLoader, or iterate under torch.no_grad().",
+            f"For an evaluation, take {evaluates}.",
         )

@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 import types
+import warnings
 import weakref
 
 import keras
@@ -217,6 +218,24 @@ def test_an_epoch_without_an_exchange_of_its_balancer_says_what_the_optimizer_la
     callback.on_train_batch_end(0)
     with pytest.raises(RuntimeError, match=words):
         callback.on_epoch_end(0)
+
+
+@pytest.mark.parametrize(("ranks", "distributed"), [(2, False), (2, True), (1, False)])
+def test_an_epoch_of_a_plain_optimizer_is_told_of(ranks, distributed):
+    """With no callback as well, where nothing else would tell that ranks train apart."""
+    def rank(engine):
+        balancer = hvd.Balancer(8, engine=engine)
+        if distributed:
+            hvd.DistributedOptimizer(keras.optimizers.SGD(), balancer=balancer)
+        for _ in make_dataset(balancer):
+            pass  # a loop that applies the gradients of its own rank
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        World(ranks).run(rank)
+    assert any("each rank has trained a model of its own" in str(each.message) for each in told) == (
+        ranks == 2 and not distributed
+    )
 
 
 def test_a_model_with_nothing_to_train_may_be_fitted():

@@ -1,10 +1,15 @@
 """`hvd-hetero report` and `hvd-hetero plan`: their numbers, words, pictures and errors, on traces that are known."""
 
+import fcntl
 import json
 import os
+import pty
 import random
+import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from simulated import RecordedRanks
@@ -406,6 +411,7 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 2, "--global-batch-size or --max-share"),
     (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),
     (["plan"], 2, "Received: neither"),
+    (["plan", "--json", "{run}"], 2, "as the file of --json, which comes last"),
     (["plan", "--speeds", "1,2", "--global-batch-size", "8", "--skip", "3"], 2, "--skip: expected with a run alone"),
     (["plan", "{run}", "--exchange-ms", "3"], 2, "--exchange-ms: expected with --speeds alone"),
     (["plan", "{run}", "--speeds", "1,2"], 2, "Received: both"),
@@ -658,3 +664,29 @@ def test_a_closed_output_is_no_error(tmp_path):
     words = [sys.executable, "-m", "hvd_hetero.cli.main", "report", str(tmp_path)]
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("size, variables, least, most", [
+    (60, {}, 50, 60),
+    (60, {"PMI_RANK": "0"}, 50, 60),  # the shell of `srun --pty`
+    (0, {"PMI_RANK": "0"}, 81, 132),  # what mpirun gives its processes
+])  # fmt: skip
+def test_tables_fit_the_terminal_that_somebody_sees(size, variables, least, most):
+    words = ["plan", "--speeds", ",".join(["320"] * 40), "--global-batch-size", "4000"]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if size else 0, size, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    running = subprocess.Popen([sys.executable, "-m", "hvd_hetero.cli.main", *words], stdin=subprocess.DEVNULL,
+                               stdout=theirs, env={**kept, "TERM": "xterm", **variables})
+    os.close(theirs)
+    text = b""
+    with os.fdopen(ours, "rb", buffering=0) as end:
+        try:
+            while part := end.read(65536):
+                text += part
+        except OSError:  # of a terminal whose other end is closed
+            pass
+    assert running.wait() == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+    widths = [len(line) for line in lines if line.startswith("┃")]
+    assert widths and least <= max(widths) <= most, text.decode()

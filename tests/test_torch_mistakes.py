@@ -6,7 +6,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -230,10 +237,11 @@ def test_a_step_left_out_is_none_with_a_local_strategy():
 
 
 def test_a_sampler_is_refused_with_what_to_do_instead():
-    balancer = hvd.Balancer(4, engine=SoloEngine())
+    balancer, data = hvd.Balancer(4, engine=SoloEngine()), TensorDataset(torch.ones(8, 2))
     with pytest.raises(TypeError, match="list\\(sampler\\)"):
-        data = TensorDataset(torch.ones(8, 2))
         hvd.BalancedDataLoader(data, balancer=balancer, sampler=SubsetRandomSampler(range(8)))
+    with pytest.raises(TypeError, match="Leave it out"):
+        hvd.BalancedDataLoader(data, balancer=balancer, sampler=DistributedSampler(data, num_replicas=2, rank=0))
 
 
 def test_rows_along_another_dimension_are_none_that_are_left_out():

@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hvd_hetero.engine.environment import under_mpi
 
 TO_STDOUT = "-"
 MINUTES_FROM_S = 600.0  # from this many seconds on, a duration is told in minutes
-WIDTH = 132  # characters of a table's line where the output is not a terminal; horovodrun adds its prefix to each line
+WIDTH = 132  # characters of a table's line where the output is no terminal with a size; horovodrun adds prefixes
 
 
 def seconds_text(seconds: float) -> str:
@@ -49,10 +50,20 @@ def rich_console() -> tuple[Any, Any]:
             "  What to do: pip install rich, or take --json."
         ) from error
     console = consoles.Console(highlight=False)
-    if not console.is_terminal or under_mpi():  # mpirun may give its processes terminals, which nobody sees
+    # mpirun may give its processes terminals, which nobody sees and which have no size. A shell of `srun --pty` has the
+    # variables of MPI as well, and a terminal of somebody's.
+    if not console.is_terminal or (under_mpi() and not _terminal_columns()):
         console = consoles.Console(highlight=False, width=WIDTH, force_terminal=False)
     console.on_broken_pipe = _nobody_reads  # rich's own method ends the process; `main` handles the exception
     return console, tables.Table
+
+
+def _terminal_columns() -> int:
+    """The width of the terminal that the output is; 0 if it has none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # no output, one that is no file or terminal, or a closed one
+        return 0
 
 
 def _nobody_reads() -> None:

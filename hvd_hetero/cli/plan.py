@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvd_hetero.cli.console import add_json_option, rate_text, rich_console, seconds_text, table, write_or_show
+from hvd_hetero.cli.console import (
+    TO_STDOUT,
+    add_json_option,
+    rate_text,
+    rich_console,
+    seconds_text,
+    table,
+    write_or_show,
+)
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.rank_estimates import RankEstimates, estimates_from_run, estimates_from_speeds
 from hvd_hetero.cli.report_content import SKIPPED_STEPS, read_run, shares_text
@@ -102,8 +110,10 @@ def command(arguments: argparse.Namespace) -> int:
         CommandError: the run cannot be read, or has too few steps.
     """
     if (arguments.run is None) == (arguments.speeds is None):
-        raise UsageError("expected the folder of a run, or --speeds. Received: "
-                         f"{'neither' if arguments.run is None else 'both'}.")
+        received = "neither" if arguments.run is None else "both"
+        if arguments.run is None and arguments.json not in (None, TO_STDOUT):
+            received = f"{arguments.json} as the file of --json, which comes last in the line"
+        raise UsageError(f"expected the folder of a run, or --speeds. Received: {received}.")
     if arguments.run is None and arguments.global_batch_size is None:
         raise UsageError("--speeds: expected --global-batch-size N with it. Received: none.")
     if arguments.run is None and arguments.skip is not None:

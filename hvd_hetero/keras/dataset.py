@@ -12,6 +12,7 @@ from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
 from hvd_hetero.optimizers.shards import STATE, check_resumes, check_unsharded
 from hvd_hetero.optimizers.stream import StreamPlace
+from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
 from . import backend
 from .ahead import Ahead
@@ -224,6 +225,7 @@ class BalancedDataset(UntunedDataset):
                 self.balancer.trained(self)
                 self.balancer.end_epoch()
             else:  # this was an evaluation, whose batches were not trained on
+                warn_of_none(self.balancer, evaluates="hvd.EvaluationDataset")
                 self.balancer.withdraw(self)
                 self._fresh = True
         self._at = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
@@ -41,12 +41,15 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raises TypeError for arguments of a `DataLoader` that the balancer does not leave to a user."""
     for name in ("batch_size", "sampler", "batch_sampler"):
         if name in arguments:
-            instead = (
-                "Give the global batch to hvd.Balancer."
-                if name == "batch_size"
-                else "Draw the same on all ranks, with a generator of one seed, and make a loader of "
-                "Subset(dataset, list(sampler)) with shuffle=False for each epoch."
-            )
+            if name == "batch_size":
+                instead = "Give the global batch to hvd.Balancer."
+            elif isinstance(arguments[name], DistributedSampler):
+                instead = "Leave it out: each rank gets its part of each batch, and set_epoch() is the loader's."
+            else:
+                instead = (
+                    "Draw the same on all ranks, with a generator of one seed, and make a loader of "
+                    "Subset(dataset, list(sampler)) with shuffle=False for each epoch."
+                )
             raise TypeError(
                 f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
                 f"{instead}"
@@ -220,7 +223,7 @@ class BalancedDataLoader:
         self.balancer.batch_order.ends()
         self.balancer.end_epoch()
         if torch.is_grad_enabled():
-            warn_of_none(self.balancer)
+            warn_of_none(self.balancer, evaluates="hvd.EvaluationDataLoader, or iterate under torch.no_grad()")
         elif not self.balancer.batch_order.used:  # it looked at the data only, as `update_bn` does
             go_back()
 
