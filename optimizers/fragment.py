@@ -18,6 +18,9 @@ from .weighted_exchange import WeightedExchange
 class Store(Protocol):
     """Reads and writes the parameters of a rank, as one flat array for each fragment."""
 
+    def shapes(self, index: int) -> list[tuple[int, ...]]:
+        """The shapes of the parameters in fragment `index`, in the order in which they lie in it."""
+
     def read(self, index: int, into: Any = None) -> Any:
         """Returns a flat copy of fragment `index`, in `into` if given: an array that an earlier call returned."""
 
