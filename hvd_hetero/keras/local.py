@@ -118,8 +118,12 @@ class LocalTraining:
         return 1.0 if self._weights is None else self._weights.before_batch(self._share(terms))
 
     def _share(self, terms: float) -> float:
-        """This rank's samples of the batch, by the plan; 0 for a batch without `terms`."""
-        return (self._balancer.plan.shares[self._balancer.rank] or terms) if terms else 0.0
+        """The loss terms that this rank would have in a whole batch: its share, by the plan, times the `terms` for each
+        sample that it has. So of batches that are added up a short one counts as much as others, and one of which more
+        is masked for less. 0 for a batch without `terms`."""
+        samples = self._balancer.progress.samples
+        planned = self._balancer.plan.shares[self._balancer.rank]
+        return planned * terms / samples if planned and samples else terms
 
     def before_synchronous_step(self) -> None:
         """Prepares an update of a synchronous step, which is made in full."""
