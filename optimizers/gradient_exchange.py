@@ -285,8 +285,17 @@ class GradientExchange:
         and the same ranks."""
         if self._keepers is before._keepers:
             self._keepers.succeed(self.unsent_state, before.unsent_state)
-            self.balancer.strategies.hand_over(before.place, to=self.place)
+        self.inherits(before)
         return self.unsent_state.keeps and before.unsent_state.keeps and self.engine.ranks == before.engine.ranks
+
+    def inherits(self, before: GradientExchange) -> bool:
+        """Takes over the strategy's state of `before`, the exchange of an earlier optimizer of the same parameters,
+        which keeps its place, as it may be used again. Returns whether both have the same balancer, and the ranks have
+        not become others in between."""
+        alike = self._keepers is before._keepers
+        if alike:
+            self.balancer.strategies.hand_over(before.place, to=self.place)
+        return alike
 
     def close(self) -> None:
         """Ends this optimizer's exchanges, and drops the state of its codecs and its strategy."""

@@ -269,16 +269,17 @@ class LocalSteps:
         self._start_check.forget()
 
     def take_over(self, before: LocalSteps) -> None:
-        """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs.
+        """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs,
+        which `before` then no longer has.
 
         The residuals are taken only if the fragments have the same lengths.
         """
-        self._counted.value = before._counted.value
+        self._counted.value += before.take_samples()
         lanes, others = ([each.lanes[0] for each in one.rounds.fragments] for one in (self, before))
         if [len(lane.buffer) for lane in lanes] != [len(lane.buffer) for lane in others]:
             return
         for lane, other in zip(lanes, others, strict=True):
-            found = other.exchange.residuals()
+            found = other.exchange.take_residuals()
             kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
             units = before.rounds.merge_sender.part_unit / self.rounds.merge_sender.part_unit
             lane.exchange.add_residuals([kept.get(str(at)) for at in range(len(found))], units)

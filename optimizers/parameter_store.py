@@ -9,6 +9,9 @@ from typing import Any, Protocol
 class Store(Protocol):
     """Reads and writes the parameters of a rank, as one flat array for each fragment."""
 
+    def shapes(self, index: int) -> list[tuple[int, ...]]:
+        """The shapes of the parameters in fragment `index`, in the order in which they lie in it."""
+
     def read(self, index: int, into: Any = None) -> Any:
         """Returns a flat copy of fragment `index`, in `into` if given: an array that an earlier call returned."""
 
@@ -35,9 +38,6 @@ class ParameterStore(Store, Protocol):
     @property
     def narrow(self) -> bool:
         """Whether a parameter has a type (float16, bfloat16) in which a part of an update may round to nothing."""
-
-    def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """The shapes of the parameters in fragment `index`, in the order in which they lie in it."""
 
     def empty(self, index: int, tail: int) -> Any:
         """Returns a flat array of zeros, `tail` elements longer than fragment `index`, of its type and device."""

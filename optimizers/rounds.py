@@ -325,7 +325,8 @@ class Rounds:
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether `state` is one for the same fragments and such an outer optimizer: see `Strategy.fits`."""
-        lengths = [len(fragment.store.read(fragment.index)) for fragment in self.fragments]
+        shapes = [fragment.store.shapes(fragment.index) for fragment in self.fragments]
+        lengths = [sum(map(math.prod, each)) for each in shapes]  # not read: TensorFlow may be tracing, without values
         kept = [{len(array) for array in outer.values()} for outer in state["outer"]]
         alike = len(kept) == len(lengths) and all(has <= {mine} for has, mine in zip(kept, lengths, strict=True))
         return alike and all(map(self.rule.outer.fits, state["outer"]))

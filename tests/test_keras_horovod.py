@@ -73,6 +73,7 @@ LOCAL = [
     "nobody_waits_for_a_rank_that_stops",
     "back_to_synchronous_steps",
     "a_checkpoint_has_what_merges_keep",
+    "a_model_compiled_anew_goes_on",
     "a_checkpoint_has_averages_and_what_statistics_weigh",
     "going_back_ends_what_is_under_way",
     "statistics_are_those_of_all_samples",

@@ -94,3 +94,62 @@ def test_variables_of_any_type_are_merged_in_pieces(monkeypatch):
 
     expected = [[[1.0] * 4] * 2] * 4 + [[[4.0] * 4] * 2] * 2 + [1.0, [1.0, 0.5], [1.0, 1.75]]
     assert World(2).run(program, timeout_s=10) == [(expected, list(kinds))] * 2
+
+
+def test_an_outer_momentum_goes_with_the_variables_to_the_optimizer_that_trains_them_next():
+    """As of a model that is compiled anew; and not to one of other variables, or of other ones beside them."""
+    rule = hvd.LocalSGD(warmup_steps=0, round_steps=1, bound_rounds=0, outer=hvd.Outer(momentum=0.9))
+
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine)
+        one, other = (keras.Variable(np.zeros(width), dtype="float64") for width in (3, 5))
+
+        def trained(*variables, steps):
+            plain = keras.optimizers.SGD(0.1)
+            optimizer = hvd.DistributedOptimizer(plain, balancer=balancer, strategy=rule)
+            optimizer.build(variables)
+            for _ in range(steps):
+                balancer.begin(2)
+                optimizer.apply([keras.ops.ones_like(variable) for variable in variables])
+            optimizer.merge()
+            state = optimizer._reducer.local.steps.rounds.state_dict()
+            return state["merges"], state["outer"][0]["momentum"].tolist()
+
+        found = [trained(one, steps=3), trained(one, steps=1), trained(other, steps=1), trained(one, other, steps=1)]
+        return found, one.numpy().tolist()
+
+    momenta = -0.1 * np.cumsum(0.9 ** np.arange(4))
+    for (three, fourth, another, both), at in World(2).run(program, timeout_s=60):
+        assert three[1] == pytest.approx([momenta[2]] * 3)
+        assert fourth[0] > three[0] > another[0] and fourth[1] == pytest.approx([momenta[3]] * 3), (three, fourth)
+        assert another[1] == pytest.approx([-0.1] * 5) and both[1] == pytest.approx([-0.1] * 8)
+        assert at == pytest.approx([momenta.sum() - 0.1] * 3)
+
+
+def test_batches_that_keras_adds_up_count_by_their_loss_terms_in_local_steps():
+    """Where all ranks together have as many in each batch, that is what synchronous steps do, in which batches count
+    alike; a short one counts as much as the others."""
+    shares = (6, 2)
+    samples = [shares, shares, shares, (3, 1), shares, shares]
+    terms = [(1, 15), (14, 2), (12, 4), (6, 2), (16, 0), (8, 8)]
+
+    def program(engine):
+        ended = []
+        for strategy in ("synchronous", hvd.LocalSGD(warmup_steps=0, round_steps=1, bound_rounds=0)):
+            balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False)
+            plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+            plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0)
+            optimizer = hvd.DistributedOptimizer(plain, balancer=balancer, strategy=strategy)
+            weight = keras.Variable(np.zeros(3), dtype="float64")
+            optimizer.build([weight])
+            for step, counted in enumerate(terms):
+                balancer.begin(samples[step][engine.rank])
+                balancer.count(counted[engine.rank])
+                gradient = np.cos(3 * step + engine.rank + np.arange(3)) + weight.numpy()
+                optimizer.apply([optimizer.scale_loss(keras.ops.convert_to_tensor(gradient))])
+            optimizer.merge()
+            ended.append(weight.numpy().tolist())
+        return ended
+
+    for synchronous, apart in World(2).run(program, timeout_s=60):
+        np.testing.assert_allclose(apart, synchronous, atol=1e-6)

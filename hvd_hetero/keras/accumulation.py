@@ -50,10 +50,10 @@ class BatchWeights:
     """Weights a rank's own gradients by its share of each batch, in local steps of an optimizer that adds up those of
     several batches itself and divides by their number k, as Keras does with loss scaling.
 
-    The plan may change between the batches of an update. After j of them, with shares n_i, what is added up is
-    (1 / s) sum n_i g_i, with s the mean share so far. So what is applied after k is sum n_i g_i / sum n_i. While the
-    share stays, nothing is changed. In an update that began with synchronous batches, whose gradients are of all ranks,
-    batches count alike.
+    The plan, or the density of a mask, may change between the batches of an update. After j of them, with shares n_i
+    (in loss terms), what is added up is (1 / s) sum n_i g_i, with s the mean share so far. So what is applied after k
+    is sum n_i g_i / sum n_i. While the share stays, nothing is changed. In an update that began with synchronous
+    batches, whose gradients are of all ranks, batches count alike.
 
     Args:
         batches: k.
@@ -72,7 +72,7 @@ class BatchWeights:
         """What this batch's gradient is to be multiplied by. May write `sums`.
 
         Args:
-            share: samples of this rank by the plan; 0 where it has none.
+            share: loss terms that this rank would have in a whole batch, by the plan; 0 where it has none.
         """
         self._before = batches_of(self._optimizer())
         if self._mixed:

@@ -27,7 +27,10 @@ from hvd_hetero.optimizers.unsent_state import Count
 from .accumulation import BatchWeights
 from .factor import RateFactor
 from .parameter_store import ParameterStore, bits_of
+from .residuals import VariableMap
 from .second_moments import copy, keepers_of, mix, moments_of
+
+_TRAINED_BY: VariableMap[weakref.ref[LocalTraining]] = VariableMap()  # who made local steps with a variable last
 
 
 class LocalTraining:
@@ -58,10 +61,17 @@ class LocalTraining:
         self._variables, self._gradient_exchange = list(variables), gradient_exchange
         self._balancer = gradient_exchange.balancer
         store = ParameterStore(variables, form, count=rule.fragments, lossy=routing.takes)
+        before = self._before()
+        if before is not None and not gradient_exchange.inherits(before._gradient_exchange):
+            before = None
         self.steps = LocalSteps(
             rule, store, gradient_exchange=gradient_exchange, routing=routing, batches=batches,
             on_give_up=self._forget_what_is_not_finite,
         )  # fmt: skip
+        if before is not None:
+            self.steps.take_over(before.steps)
+        for variable in self._variables:
+            _TRAINED_BY.put(variable, weakref.ref(self))
         self._weights = None if batches is None else BatchWeights(batches, optimizer)
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # the optimizer, once it has made an update
@@ -71,6 +81,14 @@ class LocalTraining:
         if self._weights is not None:
             gradient_exchange.unsent_state.put_count("taken apart", self._weights.state)
         self._wait_s, self._bytes_sent = 0.0, 0  # of the last local step
+
+    def _before(self) -> LocalTraining | None:
+        """The local steps that were made last with exactly these variables, by an earlier optimizer, as of a model that
+        was compiled anew; None if there are none."""
+        reference = next((_TRAINED_BY.get(variable) for variable in self._variables), None)
+        before = None if reference is None else reference()
+        alike = before is not None and list(map(id, before._variables)) == list(map(id, self._variables))
+        return before if alike else None
 
     def check(self, variables: Sequence[Any]) -> None:
         """Raises ValueError if these are not the variables that this was made for."""
@@ -100,8 +118,12 @@ class LocalTraining:
         return 1.0 if self._weights is None else self._weights.before_batch(self._share(terms))
 
     def _share(self, terms: float) -> float:
-        """This rank's samples of the batch, by the plan; 0 for a batch without `terms`."""
-        return (self._balancer.plan.shares[self._balancer.rank] or terms) if terms else 0.0
+        """The loss terms that this rank would have in a whole batch: its share, by the plan, times the `terms` for each
+        sample that it has. So of batches that are added up a short one counts as much as others, and one of which more
+        is masked for less. 0 for a batch without `terms`."""
+        samples = self._balancer.progress.samples
+        planned = self._balancer.plan.shares[self._balancer.rank]
+        return planned * terms / samples if planned and samples else terms
 
     def before_synchronous_step(self) -> None:
         """Prepares an update of a synchronous step, which is made in full."""

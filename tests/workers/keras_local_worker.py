@@ -279,6 +279,30 @@ def a_checkpoint_has_what_merges_keep():
     assert ended[0] == 0.0 < ended[1], ended
 
 
+def a_model_compiled_anew_goes_on():
+    """With the outer momentum and what the codec has not sent: as one that was not compiled anew, as its optimizer has
+    no state. With TensorFlow the strategy is made while a function is traced."""
+    random = np.random.RandomState(0)
+    x, y = random.randn(4 * WHOLE, 6).astype("float32"), random.randn(4 * WHOLE, 200).astype("float32")
+    outer, ended = hvd.Outer(learning_rate=0.5, momentum=0.5), []
+    for anew in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(200)])
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        for fit in range(2):
+            if anew or fit == 0:
+                optimizer = hvd.DistributedOptimizer(
+                    plain_sgd(), balancer=balancer, strategy=dataclasses.replace(EVERY_STEP, outer=outer),
+                    compression=hvd.Compression.topk(0.05, warmup_steps=0),
+                )  # fmt: skip
+                model.compile(optimizer=optimizer, loss="mse")
+            model.fit(Share((x, y), UNEVEN[hvd.size()], balancer), shuffle=False, verbose=0)
+            optimizer.merge(model)
+        same_on_all(weights_of(model))
+        ended.append(weights_of(model))
+    assert distance(*ended) == 0.0, distance(*ended)
+
+
 def my_rows(step):
     """Of this rank, in a global batch of all samples."""
     start = step * WHOLE + sum(UNEVEN[hvd.size()][: hvd.rank()])
