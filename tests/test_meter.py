@@ -1,5 +1,7 @@
 """What a rank's samples cost it: compute, and its own part of serving the communication."""
 
+import time
+
 import pytest
 
 from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter, WallClock
@@ -213,6 +215,20 @@ def test_what_was_waited_for_others_in_the_middle_is_service():
     rank.meter.pause()
     compute_s = rank.meter.take().seconds()
     assert compute_s == pytest.approx(1.0) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.1)
+
+
+def test_what_was_waited_for_others_in_the_middle_is_told_once(monkeypatch):
+    """In wall time, whatever clock tells what is computed."""
+    rank = Rank(1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: rank.now_s)
+    rank.passes(50.0)
+    rank.meter.run()
+    for waits, wall_s in ((True, 2.0), (False, 7.0), (True, 1.0)):
+        with rank.meter.aside(waits=waits):
+            rank.passes(0.1, wall_s=wall_s)
+        rank.passes(0.5)
+    rank.meter.pause()
+    assert rank.meter.take_aside_s() == pytest.approx(3.0) and rank.meter.take_aside_s() == 0.0
 
 
 def test_a_segment_begins_when_what_it_needs_was_there():
