@@ -72,7 +72,7 @@ class LocalSteps:
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = self.apart = False
         self._start_check = StartCheck(engine, store, name=f"{self._name}.alike")
-        self._newest = -1  # index of the global batch of the last local step
+        self._newest = -1  # index of the global batch of the last local step, also if this rank left that out
         self._update_fraction = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
         self._counted = Count(0.0)  # see `samples`
@@ -163,7 +163,8 @@ class LocalSteps:
         """Notes that the backward passes of a step are over. If the step is a local one, ranks are apart from now on,
         whether or not this rank makes the update: a script may leave it out on some ranks alone, as `GradScaler` does.
         """
-        self.apart = self.apart or self.is_local()
+        if self.is_local():
+            self.apart, self._newest = True, self._balancer.step
 
     def before_step(self, *, by_rate: bool = False) -> float:
         """Prepares the update of a local step. The first call of a phase of local steps is a collective one.
@@ -181,9 +182,9 @@ class LocalSteps:
         Raises:
             RuntimeError: on every rank, when parameters differ between ranks before the first local step.
         """
+        self._newest = self._balancer.step
         if not self.begun:
             self._begin()
-        self._newest = self._balancer.step
         self._update_fraction = 1.0 if self._store.narrow else self.rounds.update_fraction
         if self._update_fraction == 1.0 or by_rate:
             self._before = []
@@ -197,7 +198,7 @@ class LocalSteps:
         self._start_check.begin()
         self.rounds.begin()
         self.begun = self.apart = True
-        self._balancer.record.event("apart", step=self._balancer.step)
+        self._balancer.record.event("apart", step=self._newest)
 
     @property
     def samples(self) -> float:

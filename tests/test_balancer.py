@@ -152,6 +152,10 @@ def test_proportional_is_exact_and_within_one_of_the_share():
         assert sum(parts) == total
         assert all(0 <= part <= share for part, share in zip(parts, shares, strict=True))
         assert all(abs(p - s * total / sum(shares)) < 1 for p, s in zip(parts, shares, strict=True))
+        exact = [divmod(share * total, sum(shares)) for share in shares]
+        down = [rest for part, (least, rest) in zip(parts, exact, strict=True) if part == least]
+        up = [rest for part, (least, rest) in zip(parts, exact, strict=True) if part > least]
+        assert max(down, default=0) <= min(up, default=sum(shares)), "what is left over goes to the largest remainders"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

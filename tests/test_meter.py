@@ -1,5 +1,7 @@
 """What a rank's samples cost it: compute, and its own part of serving the communication."""
 
+import time
+
 import pytest
 
 from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter, WallClock
@@ -26,6 +28,34 @@ class Rank:
         self.meter.pause()
         compute_s = self.meter.take().seconds()
         return compute_s, self.meter.take_extra_s(compute_s)
+
+
+def loaded(rank, work_s, wall_s=None):
+    """The seconds in which a rank loads data in between, by `work_s` of processor time."""
+    began_s, since_s = rank.now_s, rank.meter.processor_s()
+    rank.passes(work_s, wall_s)
+    rank.meter.count_loading(since_s)
+    return rank.now_s - began_s
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_what_a_rank_loads_is_neither_compute_nor_service(within):
+    """Whether it computes on afterwards or waits. Loading waits for a disk as well, and tells no rate of the cores."""
+    rank = Rank(0.5)
+    rank.passes(3.0)
+    rank.meter.run()
+    rank.passes(0.1)
+    if within:
+        with rank.meter.aside(waits=False):
+            loaded(rank, 1.0, wall_s=9.0)
+    rank.passes(0.3)
+    rank.meter.pause()
+    if not within:
+        loaded(rank, 1.0, wall_s=9.0)
+    rank.passes(0.02, wall_s=0.0)
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert compute_s == pytest.approx(0.8) and rank.meter.take_extra_s(compute_s, 9.0) == pytest.approx(0.04)
 
 
 @pytest.mark.parametrize("cores", [0.2, 0.8, 1.0, 4.0])
@@ -101,6 +131,23 @@ def test_under_a_quota_a_step_takes_what_it_would_if_the_others_waited_for_it(li
     assert long_run(link_s, lambda: 0.2)[0] == pytest.approx(alone_s, rel=0.07)
 
 
+@pytest.mark.parametrize("link_s", [0.0, 0.0137, 0.031, 0.1])
+@pytest.mark.parametrize(("compute", "loading", "service"), [(0.0065, 0.003, 0.001), (0.001, 0.0005, 0.0002)])
+def test_under_a_quota_loading_and_service_take_their_parts_of_it_as_well(compute, loading, service, link_s):
+    """Also if all of them are so short that a rank which has waited has its quota ahead."""
+    rank, said = Rationed(0.2, lambda: 0.2), []
+    for _ in range(SMOOTHED + 100):
+        rank.meter.run()
+        rank.passes(compute)
+        rank.meter.pause()
+        loaded_s = loaded(rank, loading)
+        rank.passes(service, wall_s=link_s)
+        rank.meter.run()
+        compute_s = rank.meter.take().seconds()
+        said.append(compute_s + loaded_s + rank.meter.take_extra_s(compute_s, loaded_s))
+    assert sum(said[SMOOTHED:]) / 100 == pytest.approx((compute + loading + service) / 0.2, rel=0.07)
+
+
 def test_under_a_quota_too_who_spins_while_it_waits_is_not_taken_to_serve_all_the_time():
     rank = Rationed(0.2, lambda: 0.2)
     for _ in range(10):
@@ -168,6 +215,20 @@ def test_what_was_waited_for_others_in_the_middle_is_service():
     rank.meter.pause()
     compute_s = rank.meter.take().seconds()
     assert compute_s == pytest.approx(1.0) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.1)
+
+
+def test_what_was_waited_for_others_in_the_middle_is_told_once(monkeypatch):
+    """In wall time, whatever clock tells what is computed."""
+    rank = Rank(1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: rank.now_s)
+    rank.passes(50.0)
+    rank.meter.run()
+    for waits, wall_s in ((True, 2.0), (False, 7.0), (True, 1.0)):
+        with rank.meter.aside(waits=waits):
+            rank.passes(0.1, wall_s=wall_s)
+        rank.passes(0.5)
+    rank.meter.pause()
+    assert rank.meter.take_aside_s() == pytest.approx(3.0) and rank.meter.take_aside_s() == 0.0
 
 
 def test_a_segment_begins_when_what_it_needs_was_there():

@@ -12,9 +12,11 @@ from merging import LENGTH, START, Turns, rounds_of
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import attachment, control, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.fragment import LocalWork
 from hvd_hetero.optimizers.local_sgd import LocalSGD
+from hvd_hetero.optimizers.merge_sender import MergeSender
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.round_length import RoundLengths
 from hvd_hetero.policy.local_round import NOTHING
@@ -542,3 +544,17 @@ def test_rounds_that_are_restarted_owe_nothing_and_have_no_momentum():
     assert rounds.fragments[0].outer_state and rounds.merges
     rounds.restart()
     assert not rounds.fragments[0].outer_state and not rounds.merges and rounds.fragments[0].work == LocalWork()
+
+
+@pytest.mark.parametrize("weights", ["samples", "fednova"])
+def test_a_delta_that_is_not_finite_leaves_no_trace_in_the_sums_of_a_merge(weights):
+    """It would make the drift between the other ranks unknown, and the merge go less far."""
+    balancer = Balancer(SoloEngine(), global_batch_size=8)
+    rule = LocalSGD(round_steps=2, weights=weights)
+    sender = MergeSender(rule, balancer, leads=lambda: True, most_ahead=lambda: 0)
+    work = LocalWork()
+    work.add(8.0, lr=0.1, part=1.0)
+    for square, counts in ((math.inf, False), (math.nan, False), (4.0, True)):
+        assert bool(sender.weigh(work, square).weight) == counts
+        sums = merge_control.unpack(sender.outgoing(0, finishing=False, answers=1), ranks=1).sums
+        assert all(map(math.isfinite, sums)) and (sums[2] > 0) == counts

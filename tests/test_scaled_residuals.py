@@ -294,6 +294,18 @@ def test_what_is_given_back_is_of_the_last_weight_as_what_was_kept_here_is(weigh
     assert array.tolist() == [taken] * 3
 
 
+def test_a_second_short_one_takes_nothing_with_it_either():
+    carry, taken = ScaledResiduals([Nothing()]), []
+    for weight in (8.0, 1.0, 1.0, 8.0):
+        array = np.zeros(1)
+        carry.add_to(0, array, weight)
+        carry.end_step(True)
+        taken.append(float(array[0]))
+        if len(taken) == 1:
+            carry.add([np.full(1, 6.0)])
+    assert taken == [0.0, 0.0, 0.0, 6.0]
+
+
 @pytest.mark.parametrize("part", [0.5, 0.75, 1.0])
 def test_residuals_pass_on_in_the_unit_of_whole_batches(part):
     """What a short batch has left is of a whole one for who takes it; a short one takes a part of that."""
@@ -314,6 +326,57 @@ def test_residuals_pass_on_in_the_unit_of_whole_batches(part):
     after.end_step(False)
     (kept,) = after.residuals([np.zeros(2)])
     assert kept.tolist() == [3.0] * 2
+
+
+class Codec:
+    """A route that keeps back a part of each array."""
+
+    def __init__(self):
+        self.kept = np.zeros(1)
+
+    def add_residual_to(self, array):
+        array += self.kept
+
+    def move_residual_to(self, array):
+        array += self.kept
+        self.kept = np.zeros(1)
+
+    def sent(self, array, part):
+        """Of an array with what is kept of those before."""
+        array = array + self.kept
+        self.kept = part * array
+        return array - self.kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_kept_back_goes_into_later_sums_as_what_it_is_once(seed):
+    """Whatever arrays weigh, other ranks give, and does not count; a whole batch weighs 8."""
+    dice = np.random.RandomState(seed)
+    route, due = Codec(), 0.0  # `due`: what is not sent yet, divided by its weight
+    carry = ScaledResiduals([route])
+    for step in range(40):
+        weight, counts = (float(dice.choice([0.0, 1.0, 1.0, 3.0, 8.0])), dice.rand() < 0.8) if step else (8.0, True)
+        if dice.rand() < 0.3:
+            carry.add([np.full(1, 5.0)])
+            due += 5.0 / 8.0
+        array = np.full(1, weight)
+        carry.add_to(0, array, weight, part=weight / 8.0)
+        before, sent = route.kept, float(route.sent(array, dice.rand())[0])
+        if not counts:
+            route.kept = before
+        elif weight:
+            due += 1.0 - sent / weight
+        else:
+            assert sent == 0.0
+        carry.end_step(counts)
+        (kept,) = carry.residuals([np.zeros(1)])
+        assert (0.0 if kept is None else kept[0]) == pytest.approx(8.0 * due, rel=1e-9, abs=1e-9), step
+    for _ in range(9):  # all of one weight, of which the last ones are the usual
+        array = np.zeros(1)
+        carry.add_to(0, array, 1.0, part=1.0 / 8.0)
+        due -= float(route.sent(array, 0.0)[0])
+        carry.end_step(True)
+    assert due == pytest.approx(0.0, abs=1e-9) and carry.residuals([np.zeros(1)]) == [None]
 
 
 def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():

@@ -54,6 +54,14 @@ def test_law_the_expectation_is_that_of_the_global_batch(part, every, mean):
     assert alone == pytest.approx(mean**2 + 1.0 / part, rel=0.05), "what it is without"
 
 
+def test_the_law_holds_for_a_first_moment_of_few_gradients_as_well():
+    """Of less than two, here, which is enough for a rank that has most of the samples."""
+    betas, part = (0.3, 0.999), 0.6
+    assert 1 / part < window(0.3, 1000) < 2
+    gradients = 0.3 + part**-0.5 * np.random.default_rng(0).standard_normal((2400, 500))
+    assert second_moment(gradients, part, betas=betas).mean() == pytest.approx(0.3**2 + 1.0, rel=0.05)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5, 60])
 def test_the_window_is_of_as_many_gradients_as_the_first_moment_is_a_mean_of(steps):
     weights = 0.9 ** np.arange(steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -34,6 +35,17 @@ def test_stops_are_forgotten() -> None:
     for step in range(MEMORY, 5 * MEMORY + 1, MEMORY):
         steadiness.hear(step, [StopSums(10.0, 0.0, 0.0)] * 2)
     assert steadiness.alone_s([1.0, 0.0]) == [1.0, 0.0]
+
+
+def test_a_job_that_goes_on_knows_how_its_ranks_stalled() -> None:
+    before, after = Steadiness(3), Steadiness(3)
+    before.hear(5 * MEMORY, [StopSums(10.0, 0.0, 0.0), StopSums(10.0, 10.0, 10.0), StopSums(10.0, 0.0, 0.0)])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())), [2, None, 1])
+    for step in (0, 1):  # what was heard is forgotten from where it was heard
+        assert after.alone_s([1.0, 1.0, 1.0]) == [1.0, 1.0, pytest.approx(2.0)]
+        after.hear(5 * MEMORY + 1 + step, [StopSums()] * 3)
+    after.load_state_dict({}, [0, 1, 2])  # of a version that did not know
+    assert after.alone_s([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
 
 
 def planned(*, is_local: bool, stops: tuple[float, ...], seed: int = 0, steps: int = 400) -> Planner:

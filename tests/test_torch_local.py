@@ -22,6 +22,8 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import local_step
 from hvd_hetero.optimizers.control import Announcement
+from hvd_hetero.trace import reader
+from hvd_hetero.trace.waiting import local_steps_of
 
 EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
 
@@ -422,16 +424,16 @@ def test_law_1_where_a_rank_is_out_from_some_batch_of_an_update_on(strategy):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def trained_with_gaps(skipped, *, warmup_steps, phase=None, merges=False):
+def trained_with_gaps(skipped, *, warmup_steps, phase=None, merges=False, run=None):
     """Trains two ranks for twelve steps, and checks that they hold the same in the end. As GradScaler does, or a script
     with a limit for the norm, which in steps apart is of each rank's own, rank 1 leaves out those of `skipped`.
 
-    `phase`: of each step, whether it is made apart. `merges`: after each six steps.
+    `phase`: of each step, whether it is made apart. `merges`: after each six steps. `run`: a folder for its record.
     """
 
     def program(engine):
         model = copy.deepcopy(PROTOTYPE).double()
-        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False, run=run)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
             strategy=hvd.LocalSGD(round_steps=2, warmup_steps=warmup_steps),
@@ -448,6 +450,8 @@ def trained_with_gaps(skipped, *, warmup_steps, phase=None, merges=False):
                 optimizer.step()
             if merges and step % 6 == 5:
                 optimizer.merge()
+        if run is not None:
+            balancer.trace.close()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
     first, second = World(2).run(program, timeout_s=20)
@@ -490,6 +494,14 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
 def test_a_rank_that_skips_all_steps_apart_comes_together_with_the_others(auto):
     phase = (lambda step: 2 <= step < 6) if auto else None
     trained_with_gaps(range(2, 6), warmup_steps=2, phase=phase, merges=not auto)
+
+
+def test_steps_together_after_a_phase_that_a_rank_skipped_are_told_as_such(tmp_path):
+    trained_with_gaps(range(2, 6), warmup_steps=2, phase=lambda step: 2 <= step < 6, run=str(tmp_path))
+    run = reader.read(tmp_path)
+    for record in run.ranks.values():
+        assert not local_steps_of(record, [0, 1, *range(6, 12)]).any()
+    assert local_steps_of(run.ranks[0], range(2, 6)).all()
 
 
 @pytest.mark.parametrize("elsewhere", ["a metric", "a merge of another optimizer"])

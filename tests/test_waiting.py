@@ -116,6 +116,7 @@ def test_a_step_that_ranks_make_apart_is_apart_from_its_first_to_before_they_com
     ranks = RecordedRanks(tmp_path, 1)
     for step, kind in ((3, "apart"), (6, "together")):
         ranks.traces[0].event(kind, step=step, wait_s=0.0)
+        ranks.traces[0].event("other")
     assert np.flatnonzero(local_steps_of(ranks.read().ranks[0], range(10))).tolist() == [3, 4, 5]
 
 
@@ -206,3 +207,13 @@ def test_a_merge_in_a_step_that_does_not_count_counts_in_no_session(tmp_path):
     assert parts(run, skip=10)["wait"] == pytest.approx(0.01 / 0.16, rel=1e-2)
     summary = run.summary(skip=10)
     assert summary.samples_per_s == pytest.approx(summary.samples / summary.steps / 0.16, rel=1e-2)
+
+
+def test_a_merge_after_the_last_step_makes_no_part_negative(tmp_path):
+    """It is in no step's span, and may be longer than all else that is not known of them."""
+    ranks = RecordedRanks(tmp_path, 1)
+    for step in range(20):
+        ranks.step(step, compute=[0.1], rest=[0.05])
+    ranks.traces[0].event("together", step=20, wait_s=5.0)
+    found = parts(ranks.read().ranks[0])
+    assert min(found.values()) >= 0.0 and sum(found.values()) == pytest.approx(1.0)
