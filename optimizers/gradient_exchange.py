@@ -215,13 +215,11 @@ class GradientExchange:
 
     def _reference(self, terms: float) -> float | None:
         """Estimates the loss terms of a batch over all ranks, the mean of the batches that this rank's `terms` are of,
-        in proportion to its samples of these. None if it has no share. `ScaledResiduals` takes it as the weight of the
-        sum that a residual goes into."""
+        in proportion to its samples of these. None if it has none. `ScaledResiduals` takes it as the weight of the sum
+        that a residual goes into."""
         steps = self._steps
         own, whole = map(sum, zip(*map(self._samples_of, steps), strict=True))
-        if own:
-            return terms * whole / (own * len(steps))
-        return 0.0 if any(self.balancer.plan_at(step).shares[self.engine.rank] for step in steps) else None
+        return terms * whole / (own * len(steps)) if own else None
 
     @property
     def _part(self) -> float:
