@@ -280,10 +280,12 @@ class GradientExchange:
     def succeeds(self, before: GradientExchange) -> bool:
         """Takes over the place and the strategy's state of `before`, the exchange of an earlier optimizer that shares
         parameters with this one. Returns whether residuals of its codecs can be sent here: if both have such codecs,
-        and the same ranks."""
+        and the same ranks. Not of one of before an elastic reset: the job's state hands those over."""
         if self._keepers is before._keepers:
             self._keepers.succeed(self.unsent_state, before.unsent_state)
             self.balancer.strategies.hand_over(before.place, to=self.place)
+        elif self.balancer is before.balancer:
+            return False
         return self.unsent_state.keeps and before.unsent_state.keeps and self.engine.ranks == before.engine.ranks
 
     def close(self) -> None:
