@@ -221,7 +221,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def begin_reset(self) -> None:
         """Forgets what was heard of added and removed hosts, as ranks are about to come together on the present ones.
         """
-        self._host_messages = queue.Queue()
+        self._host_messages: queue.Queue[Any] = queue.Queue()
 
     def on_reset(self) -> None:
         """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks."""
