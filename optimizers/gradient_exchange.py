@@ -215,13 +215,11 @@ class GradientExchange:
 
     def _reference(self, terms: float) -> float | None:
         """Estimates the loss terms of a batch over all ranks, the mean of the batches that this rank's `terms` are of,
-        in proportion to its samples of these. None if it has no share. `ScaledResiduals` takes it as the weight of the
-        sum that a residual goes into."""
+        in proportion to its samples of these. None if it has none. `ScaledResiduals` takes it as the weight of the sum
+        that a residual goes into."""
         steps = self._steps
         own, whole = map(sum, zip(*map(self._samples_of, steps), strict=True))
-        if own:
-            return terms * whole / (own * len(steps))
-        return 0.0 if any(self.balancer.plan_at(step).shares[self.engine.rank] for step in steps) else None
+        return terms * whole / (own * len(steps)) if own else None
 
     @property
     def _part(self) -> float:
@@ -282,10 +280,12 @@ class GradientExchange:
     def succeeds(self, before: GradientExchange) -> bool:
         """Takes over the place and the strategy's state of `before`, the exchange of an earlier optimizer that shares
         parameters with this one. Returns whether residuals of its codecs can be sent here: if both have such codecs,
-        and the same ranks."""
+        and the same ranks. Not of one of before an elastic reset: the job's state hands those over."""
         if self._keepers is before._keepers:
             self._keepers.succeed(self.unsent_state, before.unsent_state)
-        self.inherits(before)
+            self.inherits(before)
+        elif self.balancer is before.balancer:
+            return False
         return self.unsent_state.keeps and before.unsent_state.keeps and self.engine.ranks == before.engine.ranks
 
     def inherits(self, before: GradientExchange) -> bool:

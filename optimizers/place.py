@@ -62,12 +62,15 @@ class Places(Generic[T]):
         """Returns the object in a place of this kind for a new owner; a new object if none is kept there.
 
         Args:
-            index: the number of the place among those of this kind; None: the first that is free.
+            index: the number of the place among those of this kind; None: the first that is free. If another owner has
+                taken it, the object of that one moves behind all others.
         """
         taken = self._taken.setdefault(kind, [])
         if index is None:
             index = next((free for free, one in enumerate(taken) if one is None), len(taken))
         taken += [None] * (index + 1 - len(taken))
+        if taken[index] is not None:
+            taken.append(taken[index])
         taken[index] = mine = self._waiting.pop(f"{kind} {index}", None) or self._make()
         return mine
 

@@ -72,7 +72,8 @@ class WeightedExchange:
 
     Attributes:
         name: the present prefix of the operations' names; another one after `choose_anew`.
-        counted: whether the last step counted for the codecs: it was to count, was finite, and no rank failed.
+        counted: whether the last step counted for the codecs: it was to count, was finite and not without any weight,
+            and no rank failed.
     """
 
     def __init__(
@@ -222,9 +223,10 @@ class WeightedExchange:
         """Waits for the sums of all buckets and of the control vector, and ends the step.
 
         Args:
-            scale: returns the factor by which the summed buckets are multiplied, from the summed control vector.
-            counts: whether the step counts. If not, or if a sum is not finite or a rank failed, codecs keep no residual
-                of it.
+            scale: returns the factor by which the summed buckets are multiplied, from the summed control vector. It is
+                inverse to the sum of the weights; 0: nothing has any weight.
+            counts: whether the step counts. If not, or if a sum is not finite, a rank failed or the factor is 0, codecs
+                keep no residual of it.
 
         Returns:
             The summed and scaled buckets, and the summed control vector.
@@ -243,26 +245,26 @@ class WeightedExchange:
         try:
             said: Any = None if control_handle is None else control_handle.wait()
             results = [handle.wait() for _, handle in sorted(handles.items())]
+            if self._rides_in is not None:
+                said = results[self._rides_in][-len(self._control) :]
+            sums = [float(value) for value in said.tolist()]
+            factor = scale(sums)
         except BaseException:
             self._end_step(False)  # or a residual that was added to this step would count as sent
             raise
-        if self._rides_in is not None:
-            said = results[self._rides_in][-len(self._control) :]
-        sums = [float(value) for value in said.tolist()]
         if self._keeps:
             finite = not results or verbs_of(results[0]).all_finite(results)
-            counts = counts and finite and not self._fails(sums)
-        self._end_step(counts)
+            counts = counts and finite and factor != 0.0 and not self._fails(sums)
+        self._end_step(counts, 1.0 / factor if factor else None)
         self.counted = counts
-        factor = scale(sums)
         if factor != 1.0:
             for result in results:
                 result *= factor
         return results, sums
 
-    def _end_step(self, counts: bool) -> None:
-        """Tells the codecs that the step is over, and whether it counts."""
+    def _end_step(self, counts: bool, total: float | None = None) -> None:
+        """Tells the codecs that the step is over, whether it counts, and the weights' sum: see `ScaledResiduals`."""
         if self._keeps:
             for route in self._routes:
                 route.end_step(counts)
-            self._residuals.end_step(counts)
+            self._residuals.end_step(counts, total)

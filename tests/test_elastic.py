@@ -328,7 +328,8 @@ def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypat
     monkeypatch.setattr(TerminationHandler, "unreachable", unreachable)
     run(train, restart=restart, size=lambda: 2, recoverable=lambda error: True, explain=lambda: "")(state)
     assert state.log == [
-        "sync", "train", "break_off", "restore", "leave_alone", "restart True", "on_reset", "sync", "train"
+        "sync", "train", "break_off", "restore", "begin_reset", "leave_alone", "restart True", "on_reset", "sync",
+        "train",
     ]  # fmt: skip
     assert not within
 

@@ -138,6 +138,42 @@ def test_each_of_several_optimizers_keeps_its_place_however_often_ranks_change()
     assert World(2).run(train) == [[[3, 6, 9]] * 3] * 2
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_a_rank_that_joins_makes_what_another_optimizer_has_replaced_and_so_do_the_others(within):
+    """As where a script makes its optimizer anew for all layers, and keeps both. Of one made `within` train the rank
+    that joins knows nothing: then the one before it reduces the gradients again."""
+    prototypes = [nn.Linear(4, 2).double() for _ in range(2)]
+
+    def train(engine):
+        torch.set_num_threads(1)
+        models = copy.deepcopy(prototypes)
+
+        def made(engine):
+            balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+            return balancer, [_wrapped(model, balancer) for model in models]
+
+        balancer, optimizers = made(engine)
+        again = _wrapped(models[0], balancer)
+        if engine.rank == 0:
+            if within:
+                engine._rebuilds._methods.pop()  # see `Rebuilds.agree`
+            engine.rebuild()
+        else:
+            engine = LocalEngine(engine._group, engine.rank, engine.ranks)
+            balancer, optimizers = made(engine)
+            again = None if within else _wrapped(models[0], balancer)
+        used = optimizers if within else [again, optimizers[1]]
+        assert [optimizer._reducer.at for optimizer in used] == [0, 1]
+        balancer.begin(4)
+        sum(model(torch.full((4, 4), engine.rank + 1.0).double()).sum() for model in models).backward()
+        for optimizer in used:
+            optimizer.step()
+        return [p.tolist() for model in models for p in model.parameters()]
+
+    first, second = World(2).run(train, timeout_s=20.0)
+    assert first == second
+
+
 def _wrapped(model, balancer, **options):
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, **options)
 

@@ -11,6 +11,8 @@ pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch"
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import keras
+from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.runner.elastic.worker import HostUpdateResult
 from test_unsent_state import Exchange
 
 import hvd_hetero.torch as hvd
@@ -291,6 +293,21 @@ def test_ranks_take_the_state_of_who_has_it_and_then_of_who_has_read_the_checkpo
 
     first = min(synced or set(range(3)) - set(left), default=None)
     assert World(3).run(program) == [7 if first is None else 10 * first] * 3
+
+
+def test_a_host_that_comes_while_ranks_rebuild_what_they_have_is_heard_of_at_the_next_commit():
+    """Which takes seconds where links are probed. What was heard before they came together is of no use any more."""
+    state = JobState({"epoch": 0}, horovod=Alone())
+    state.on_hosts_updated(1, HostUpdateResult.added)
+    state.begin_reset()
+    state.on_reset()
+    state.commit()
+    state.begin_reset()
+    state.on_hosts_updated(2, HostUpdateResult.added)
+    state.on_reset()
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
+    state.commit()
 
 
 def test_merges_under_way_are_not_completed_once_ranks_are_lost_until_all_have_come_together_again():

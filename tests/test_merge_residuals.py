@@ -17,10 +17,10 @@ def gradient_of(rank):
     return torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)).double()
 
 
-def optimizer_of(weight, balancer, density):
+def optimizer_of(weight, balancer, density, *, compression=None):
     return hvd.DistributedOptimizer(
         torch.optim.SGD([weight], lr=1.0), balancer=balancer, strategy=EVERY_STEP,
-        compression=hvd.Compression.topk(density, warmup_steps=0),
+        compression=compression or hvd.Compression.topk(density, warmup_steps=0),
     )  # fmt: skip
 
 
@@ -101,8 +101,11 @@ class Linear(torch.utils.data.Dataset):
         return self.gradients[index]
 
 
-@pytest.mark.parametrize(("shares", "rest"), [((8, 8), 9), ((14, 2), 4), ((14, 2), 13), ((4, 4, 4), 7)])
-def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest):
+@pytest.mark.parametrize("compression", [None, hvd.Compression.int8], ids=["topk", "int8"])
+@pytest.mark.parametrize(("shares", "rest"), [
+    ((8, 8), 9), ((14, 2), 4), ((14, 2), 13), ((4, 4, 4), 7), ((20, 11, 1), 9), ((8, 0, 7), 4)
+])  # fmt: skip
+def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, rest, compression):
     """A loader knows how many samples all ranks have in it; a rank's part of them is rounded, and may be none."""
     data, batches = Linear(3 * sum(shares) + rest), {}
 
@@ -110,7 +113,7 @@ def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, r
         torch.set_num_threads(1)
         weight = nn.Parameter(torch.zeros(64, 64).double())
         balancer = hvd.Balancer(sum(shares), shares=shares, min_share=0, adaptive=False, engine=engine)
-        optimizer = optimizer_of(weight, balancer, density=0.1)
+        optimizer = optimizer_of(weight, balancer, density=0.1, compression=compression)
         loader = hvd.BalancedDataLoader(data, balancer=balancer)
         for _ in range(4):
             for gradients in loader:
@@ -122,7 +125,7 @@ def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, r
         optimizer.merge()
         (keeper,) = balancer.keepers.named.values()
         (((kept,),), unit) = keeper.residuals()["merges"]
-        return weight.detach().reshape(-1), kept * unit
+        return weight.detach().reshape(-1), torch.zeros(64 * 64) if kept is None else kept * unit
 
     ended = World(len(shares)).run(program)
     due = sum(torch.stack(each).mean(0) for each in batches.values()).reshape(-1)

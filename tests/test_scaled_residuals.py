@@ -186,6 +186,58 @@ def test_what_a_rank_without_a_share_keeps_is_of_a_usual_weight():
     assert array[0] == 10.0 and route.kept == 0.0
 
 
+class Keeps:
+    """A route with a residual, which it adds to the next array by itself."""
+
+    kept = 0.0
+
+    def move_residual_to(self, array):
+        array += self.kept
+        self.kept = 0.0
+
+
+@pytest.mark.parametrize("weight", [0.0, None])
+def test_what_a_rank_without_loss_terms_keeps_is_of_the_weight_that_the_sum_tells(weight):
+    """Of sums over 100, 50 and 100 loss terms of all ranks, of which this one estimates the first and the last."""
+    route, array = Keeps(), np.zeros(1)
+    carry = ScaledResiduals([route])
+    carry.add_to(0, array, 8.0)
+    carry.end_step(True, 100.0)
+    carry.add_to(0, array, weight)
+    route.kept = 3.0  # of the second sum
+    carry.end_step(True, 50.0)
+    carry.add_to(0, array, 8.0)
+    assert array[0] == 6.0 and route.kept == 0.0
+
+
+def test_a_rank_without_loss_terms_takes_for_a_part_of_a_batch_a_part_of_what_it_keeps():
+    route = Keeps()
+    carry = ScaledResiduals([route])
+    for weight, part, kept, taken in (
+        (None, 1.0, 0.0, 0.0), (None, 0.75, 12.0, 9.0), (8.0, 1.0, 9.0, 12.0), (None, 0.25, 12.0, 0.0),
+        (None, 1.0, 0.0, 12.0),
+    ):  # fmt: skip
+        route.kept, array = kept, np.zeros(1)  # of the sum before, or 0: it waits
+        carry.add_to(0, array, weight, part=part)
+        assert array[0] + route.kept == pytest.approx(taken), "taken here, or by the route"
+        carry.end_step(True)
+
+
+def test_a_step_without_any_weight_takes_nothing_from_what_is_kept():
+    """As one that no rank has a loss term in: its sum is multiplied by 0, whatever was added to it."""
+
+    def program(engine):
+        job = Job(engine)
+        for _ in range(5):
+            job.merge(4.0, FULL)
+        kept, model = job.kept(), job.model.copy()
+        job.exchange._weight = lambda: None  # as a rank without a share, which takes with it what it keeps
+        job.merge(0.0, (0.0, 0.0))
+        assert job.kept() == pytest.approx(kept) and kept > 0 and np.array_equal(job.model, model)
+
+    World(2).run(program)
+
+
 class Constant(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -230,10 +282,10 @@ class Linear(torch.utils.data.Dataset):
         return self.gradients[index]
 
 
-def optimizer_of(weights, balancer, passes):
+def optimizer_of(weights, balancer, passes, *, compression=None, topology=None):
     return hvd.DistributedOptimizer(
-        torch.optim.SGD([weights], lr=1.0), balancer=balancer, backward_passes_per_step=passes,
-        compression=hvd.Compression.topk(0.1, warmup_steps=0),
+        torch.optim.SGD([weights], lr=1.0), balancer=balancer, backward_passes_per_step=passes, topology=topology,
+        compression=compression or hvd.Compression.topk(0.1, warmup_steps=0),
     )  # fmt: skip
 
 
@@ -271,6 +323,44 @@ def test_what_a_short_last_batch_leaves_and_takes_is_of_its_own_weight(shares, r
             samples = [sample for index in update for sample in batches[4 * epoch + index]]
             due += len(update) * sum(samples) / len(samples)
     left = sum(each for _, each in ended) / len(shares)  # a weight of 1 is that of a mean share of a whole batch
+    torch.testing.assert_close(left - ended[0][0], due, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("compression", "nodes"), [
+    (hvd.Compression.int8, None),
+    (hvd.Compression.int4(warmup_steps=0), None),
+    (hvd.Compression.int8, ((0, 1), (2,), (3,))),
+    (hvd.Compression.topk(0.1, warmup_steps=0), ((0, 1), (2, 3))),
+], ids=["int8", "int4", "int8 of nodes", "topk of nodes"])  # fmt: skip
+@pytest.mark.parametrize(("shares", "rest"), [((20, 11, 1, 0), 9), ((20, 11, 1, 0), 23), ((16, 0, 15, 1), 17)])
+def test_what_a_rank_without_a_sample_keeps_of_sums_is_of_their_weight(shares, rest, compression, nodes, passes):
+    """It encodes a part of the sum of the others' gradients, whatever it has itself: in a short last batch, or always
+    where it has no share. What was delivered and what is left are the exact sum."""
+    whole, data = sum(shares), Linear(3 * sum(shares) + rest)
+    batches: dict[int, list[torch.Tensor]] = {}
+    topology = None if nodes is None else Topology(nodes=nodes)
+
+    def program(engine):
+        weights = torch.nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.float64))
+        balancer = hvd.Balancer(whole, shares=shares, min_share=0, adaptive=False, engine=engine)
+        optimizer = optimizer_of(weights, balancer, passes, compression=compression, topology=topology)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer)
+        for _ in range(3):
+            for gradients in loader:
+                batches.setdefault(balancer.step, []).extend(gradients)
+                (weights * gradients).sum((1, 2)).mean().backward()
+                if balancer.step % passes == passes - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return weights.detach(), optimizer._reducer._step.residuals().get(weights, torch.zeros(SIZE * SIZE))
+
+    ended = World(len(shares)).run(program)
+    due = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+    for first in range(0, 12, passes):
+        samples = [sample for step in range(first, first + passes) for sample in batches[step]]
+        due += passes * sum(samples) / len(samples)
+    left = sum(each for _, each in ended).reshape(SIZE, SIZE) / len(shares)
     torch.testing.assert_close(left - ended[0][0], due, rtol=1e-9, atol=1e-9)
 
 

@@ -44,6 +44,8 @@ class ElasticState(Protocol):
 
     def restore(self) -> None: ...
 
+    def begin_reset(self) -> None: ...
+
     def on_reset(self) -> None: ...
 
 
@@ -125,6 +127,8 @@ def run(
             if handler is not None and handler.told:  # the others, if any are left, go on without this rank
                 state.leave_alone()
                 raise SystemExit(EXIT_STATUS_LEFT)
+            if ours:
+                state.begin_reset()
             try:
                 restart(waiting)
             finally:  # also if another rank dies during the rebuild

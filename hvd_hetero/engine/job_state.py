@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,9 +226,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Copies the present state, for `restore`; also plain values, as a script may change them in place."""
         self._saved = self._copies()
 
+    def begin_reset(self) -> None:
+        """Forgets what was heard of added and removed hosts, as ranks are about to come together on the present ones.
+        """
+        self._host_messages: queue.Queue[Any] = queue.Queue()
+
     def on_reset(self) -> None:
         """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks."""
+        heard = self._host_messages
         super().on_reset()
+        self._host_messages = heard  # since ranks have come together, which a rebuild may outlast by seconds
         self._rebuilt = True
 
     def break_off(self) -> None:

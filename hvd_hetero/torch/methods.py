@@ -98,17 +98,23 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         self._reducer.follow(self)
 
     def rebuild(self: Any) -> None:
-        """Makes a new reducer for the present ranks, after an elastic reset. A collective call."""
-        if not self._reducer.replaced:
-            before = self._reducer
-            before.close()
-            # With parameters that are frozen for now as well, as one model of a GAN is while the other is trained.
-            self._reducer = self._reducer_of(before.parameters, before.passes, at=before.at)
-            # These gradients are of passes that no longer count: of a step broken off, or in which a commit was made.
-            for parameter in (p for group in self.param_groups for p in group["params"]):
-                parameter.grad = None
-            self._reducer.follow(self)
-            reduces(self)
+        """Makes a new reducer for the present ranks, after an elastic reset. A collective call.
+
+        Also if another optimizer has replaced this one, as a rank that joins makes both, one after the other. That one,
+        if it is made anew as well, replaces this one again.
+        """
+        before = self._reducer
+        before.close()
+        # With parameters that are frozen for now as well, as one model of a GAN is while the other is trained.
+        self._reducer = self._reducer_of(before.parameters, before.passes, at=before.at)
+        if before.released:
+            self._reducer.replace()
+            return
+        # These gradients are of passes that no longer count: of a step broken off, or in which a commit was made.
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.grad = None
+        self._reducer.follow(self)
+        reduces(self)
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         self._reducer.passes = passes

@@ -98,6 +98,8 @@ class GradientReducer:
         )
         self._hooks = Hooks(self, after=self._phases.gradient_added, before=self._phases.before_gradient)
         self.replaced = False  # another optimizer reduces these gradients
+        self.released = False  # and that is none of ours
+        self._at: int | None = None  # the place that it had until then
         self._closed = False
         self._inherited: dict[torch.nn.Parameter, torch.Tensor] = {}  # what codecs of earlier optimizers had kept back
         self._local_before: LocalTraining | None = None  # of an earlier optimizer, whose merges had kept something back
@@ -132,8 +134,8 @@ class GradientReducer:
 
     @property
     def at(self) -> int:
-        """See `GradientExchange.at`."""
-        return self._gradient_exchange.at
+        """See `GradientExchange.at`; of one that is replaced, what that was last."""
+        return self._gradient_exchange.at if self._at is None else self._at
 
     @property
     def passes(self) -> int:
@@ -229,7 +231,9 @@ class GradientReducer:
 
     def replace(self, by: GradientReducer | None = None) -> None:
         """Gives way to `by`, the reducer of another optimizer of the same parameters, which sends what codecs have kept
-        back here."""
+        back here; None: to something that is none of ours."""
+        if not self.replaced:
+            self._at, self.released = self.at, by is None
         if by is not None and not self._closed and by._gradient_exchange.succeeds(self._gradient_exchange):
             factor = self._gradient_exchange.part_unit / by._gradient_exchange.part_unit
             by._inherited.update({p: kept * factor for p, kept in self._step.residuals().items()})
