@@ -296,14 +296,19 @@ def test_ranks_take_the_state_of_who_has_it_and_then_of_who_has_read_the_checkpo
 
 
 def test_a_host_that_comes_while_ranks_rebuild_what_they_have_is_heard_of_at_the_next_commit():
-    """Which takes seconds where links are probed. What was heard before they came together is of no use any more."""
+    """Which takes seconds where links are probed. What was heard before they came together is of no use any more, nor
+    that a host was removed: of a rank that was killed, Horovod says so a second later."""
     state = JobState({"epoch": 0}, horovod=Alone())
     state.on_hosts_updated(1, HostUpdateResult.added)
     state.begin_reset()
     state.on_reset()
     state.commit()
     state.begin_reset()
-    state.on_hosts_updated(2, HostUpdateResult.added)
+    state.on_hosts_updated(2, HostUpdateResult.removed)
+    state.on_reset()
+    state.commit()
+    state.begin_reset()
+    state.on_hosts_updated(3, HostUpdateResult.mixed)
     state.on_reset()
     with pytest.raises(HostsUpdatedInterrupt):
         state.commit()

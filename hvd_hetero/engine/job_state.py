@@ -232,10 +232,17 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._host_messages: queue.Queue[Any] = queue.Queue()
 
     def on_reset(self) -> None:
-        """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks."""
+        """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks.
+
+        What was heard of added hosts meanwhile stays: that may take seconds. Hosts that were removed are those that
+        ranks have come together without.
+        """
         heard = self._host_messages
         super().on_reset()
-        self._host_messages = heard  # since ranks have come together, which a rebuild may outlast by seconds
+        while not heard.empty():
+            timestamp, update = heard.get()
+            if update & _horovod_elastic.HostUpdateResult.added:
+                self._host_messages.put((timestamp, update))
         self._rebuilt = True
 
     def break_off(self) -> None:
