@@ -280,8 +280,7 @@ class State:
 
     commits = 0
 
-    def __init__(self, leaving):
-        self.leaving = leaving
+    def __init__(self):
         self.log = []
 
     def __getattr__(self, name):
@@ -294,7 +293,7 @@ def elastic_loop(train, log):
 
 
 def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
-    state = State(leaving=())
+    state = State()
 
     def train(state):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -308,7 +307,7 @@ def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
 
 def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypatch):
     """A thread hears of it there, as `TerminationHandler` says: whoever waits for hosts does so in C++."""
-    state, within = State(leaving=()), []
+    state, within = State(), []
 
     @contextlib.contextmanager
     def unreachable(handler, leave):
@@ -334,13 +333,19 @@ def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypat
     assert not within
 
 
-def test_a_job_that_cannot_tell_who_leaves_ends_by_sigterm_as_ever():
+def test_a_job_whose_state_is_of_the_scripts_own_ends_by_sigterm_as_ever():
+    class Own:
+        def sync(self):
+            pass
+
+        restore = on_reset = sync
+
     def train(state):
         return signal.getsignal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    assert elastic_loop(train, [])(State(leaving=None)) is before
-    assert elastic_loop(train, [])(State(leaving=())) is not before
+    assert elastic_loop(train, [])(Own()) is before
+    assert elastic_loop(train, [])(State()) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
 

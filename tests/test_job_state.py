@@ -215,13 +215,9 @@ def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
 
 @pytest.mark.parametrize(("leaving", "ranks", "saved"), [((0,), 1, [3]), ((), 1, []), ((0,), 2, []), ((0, 1), 2, [3])])
 def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, ranks, saved, monkeypatch):
-    class Told(JobState):
-        pass
-
-    Told.leaving = leaving
     monkeypatch.setattr(Alone, "size", lambda self: ranks)
     monkeypatch.setattr(Alone, "allgather_object", lambda self, value, name: [rank in leaving for rank in range(ranks)])
-    state, found = Told({"epoch": 3}, horovod=Alone()), []
+    state, found = JobState({"epoch": 3}, horovod=Alone()), []
     state.at_end = lambda: found.append(state.epoch)
     try:
         state.commit()
@@ -339,10 +335,32 @@ def test_who_was_told_to_end_since_the_last_exchange_ends_with_those_who_were_be
         balancer = Balancer(engine, global_batch_size=4)
         state = JobState({"balancer": balancer}, horovod=Several(engine))
         balancer.departure.leaving.hear((0,), balancer.step)
-        balancer.departure.leaving.said = engine.rank == 2
+        if engine.rank in (0, 2):
+            state.leave()
         return list(state.leaving), state._all_leaving()
 
     assert World(3).run(program) == [([0], [0, 2])] * 3
+
+
+@pytest.mark.parametrize("within", [None, (1, 2)])
+def test_who_was_told_to_end_does_so_at_a_commit_also_where_no_exchange_says_so(within):
+    """Without a balancer, or with one that some ranks have among themselves, where they have other numbers."""
+
+    def program(engine):
+        given, some = {"epoch": 1}, engine.group(within) if within else None
+        if some:
+            given["balancer"] = Balancer(some, global_batch_size=4)
+        state = JobState(given, horovod=Several(engine))
+        if engine.rank == 1:
+            state.leave()
+        assert state.leaving is None, "no balancer tells all ranks"
+        try:
+            state.commit()
+        except (SystemExit, HostsUpdatedInterrupt) as end:
+            return getattr(end, "code", "goes on")
+        return None
+
+    assert World(3).run(program) == ["goes on", EXIT_STATUS_LEFT, "goes on"]
 
 
 def test_a_checkpoint_that_is_loaded_drops_the_gradients_that_were_accumulated_before():

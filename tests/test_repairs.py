@@ -384,12 +384,49 @@ def test_what_is_no_list_of_hosts_is_told_what_one_looks_like(hosts):
     assert done.returncode and "worker-0:2,worker-1:2" in done.stderr
 
 
+@needs("host_list_error")
+def test_of_a_list_of_hosts_the_wrong_one_is_named():
+    from horovod.runner.common.util.hosts import parse_hosts_and_slots
+
+    with pytest.raises(ValueError, match="Received: 'b' in 'a:1,b,c:2'"):
+        parse_hosts_and_slots("a:1,b,c:2")
+
+
+@needs("hosts_listed_twice")
+def test_a_host_that_is_listed_twice_has_the_slots_of_both_entries():
+    from horovod.runner.common.util.hosts import parse_hosts_and_slots
+    from horovod.runner.launch import needed_hosts
+
+    assert needed_hosts("a:2,b:3,a:2", 6) == "a:4,b:2"
+    assert parse_hosts_and_slots("a:2,b:3,a:2") == (["a", "b"], {"a": 4, "b": 3})
+
+
 @needs("hostfile_lines")
 def test_a_hostfile_may_have_empty_lines_comments_and_hosts_of_one_slot(tmp_path: Path) -> None:
     from horovod.runner.common.util.hosts import parse_host_files
 
     (tmp_path / "hosts").write_text("# the fast ones\n\na slots=4\nb slots = 2  # half\n  \nc\nd slots=3 max_slots=5\n")
     assert parse_host_files(tmp_path / "hosts") == "a:4,b:2,c:1,d:3"
+    (tmp_path / "hosts").write_text("a max_slots=8 slots=4\nb\tslots=2\nc max-slots=4\n")
+    assert parse_host_files(tmp_path / "hosts") == "a:4,b:2,c:1"
+
+
+TWO_SIGNALS = """
+import signal
+from horovod.runner import gloo_run
+
+event = gloo_run.register_shutdown_event()
+signal.raise_signal(signal.SIGTERM)
+with event._cond:  # as the handler of the first signal holds it
+    signal.raise_signal(signal.SIGINT)
+print(event.is_set())
+"""
+
+
+@needs("two_signals")
+def test_a_signal_may_come_while_another_one_is_handled():
+    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "True\n", done.stderr
 
 
 @needs("one_output")

@@ -3,6 +3,8 @@
 - "own_host": the launcher recognises its own host also where the host's name resolves to 127.0.1.1.
 - "as_many_ranks": `horovodrun -np 2 -H host:4` starts two ranks, and hosts that get none need not be there.
 - "hostfile_lines": a --hostfile may have empty lines and comments, and a host without `slots=` has one.
+- "hosts_listed_twice": a host that is listed twice has the slots of both entries.
+- "host_list_error": what is no list of hosts is named in the error.
 """
 
 from __future__ import annotations
@@ -72,9 +74,9 @@ def _run_static(args):
     ),
     Edit(
         name="hostfile_lines",
-        reason="an empty line in a --hostfile, a comment, or a host without slots= ends horovodrun with an IndexError. "
-        "The first two are passed over now, and such a host has one slot, as with Open MPI's mpirun where nothing else "
-        "is known of it",
+        reason="an empty line in a --hostfile, a comment, or a host without slots= ends horovodrun with an IndexError, "
+        "and a max_slots= before slots= is taken for it. The first two are passed over now, and such a host has one "
+        "slot, as with Open MPI's mpirun where nothing else is known of it",
         file="horovod/runner/common/util/hosts.py",
         find="""            line = line.rstrip()
             hostname = line.split()[0]
@@ -84,7 +86,44 @@ def _run_static(args):
             if not line:
                 continue
             hostname = line.split()[0]
-            slots = (line.partition('=')[2].split() or [1])[0]
+            given = re.search(r'\\sslots *= *(\\S+)', line)
+            slots = given[1] if given else 1
+""",
+    ),
+    Edit(
+        name="hosts_listed_twice",
+        reason="`-H a:2,b:2,a:2`, as a script makes it that writes an entry for each slot, ends with 'rank < size' on "
+        "some ranks. A host's entries are taken together now, as mpirun takes them",
+        file="horovod/runner/common/util/hosts.py",
+        find="""    return [HostInfo.from_string(host_string) for host_string in hosts_string.split(',')]
+""",
+        replace="""    found = {}
+    for one in map(HostInfo.from_string, hosts_string.split(',')):
+        found.setdefault(one.hostname, HostInfo(one.hostname, 0)).slots += one.slots
+    return list(found.values())
+""",
+    ),
+    Edit(
+        name="hosts_listed_twice",
+        reason="Part of hosts_listed_twice: the same where hosts are checked, for elastic jobs, and for mpirun",
+        file="horovod/runner/common/util/hosts.py",
+        find="""        host_names.append(hostname)
+        host_to_slots[hostname] = int(slots)
+""",
+        replace="""        if hostname not in host_to_slots:
+            host_names.append(hostname)
+        host_to_slots[hostname] = host_to_slots.get(hostname, 0) + int(slots)
+""",
+    ),
+    Edit(
+        name="host_list_error",
+        reason="the error for a host without its slots, or with another separator than a comma, does not say which "
+        "host it is about. It does now",
+        file="horovod/runner/common/util/hosts.py",
+        find="""'format as : worker-0:2,worker-1:2.')
+""",
+        replace="""'format as : worker-0:2,worker-1:2. '
+                             'Received: {host!r} in {hosts!r}.'.format(host=host, hosts=hosts))
 """,
     ),
 )

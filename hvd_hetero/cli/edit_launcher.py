@@ -4,6 +4,7 @@
 - "run_results": `horovod.run` finds the results of the ranks also after the ranks of an elastic job have changed.
 - "termination": on SIGTERM, ranks have HOROVOD_TERMINATION_TIME seconds (default 5) to end.
 - "restored_handlers": after `horovod.run`, SIGINT and SIGTERM do what they did before.
+- "two_signals": SIGINT and SIGTERM may come while another such signal is handled.
 - "one_output": --output-filename works with one rank.
 - "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
 """
@@ -203,6 +204,22 @@ def launch_gloo_elastic(""",
         file="horovod/runner/gloo_run.py",
         find="import errno\nimport math\n",
         replace="import errno\nimport functools\n",
+    ),
+    Edit(
+        name="two_signals",
+        reason="a second SIGTERM or Ctrl-C that comes while the first is handled waits for ever for the lock that the "
+        "first holds, and horovodrun with it. Signals after the first do nothing now",
+        file="horovod/runner/gloo_run.py",
+        find="""    def set_event_on_signal(signum, frame):
+        event.set()
+""",
+        replace="""    told = []
+
+    def set_event_on_signal(signum, frame):
+        if not told:
+            told.append(signum)
+            event.set()
+""",
     ),
     Edit(
         name="one_output",

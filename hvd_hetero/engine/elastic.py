@@ -25,14 +25,10 @@ MOST_FAILURES = 3  # retries without a commit and on as many ranks; after them t
 class ElasticState(Protocol):
     """The state of an elastic job, as `JobState` implements it.
 
-    `leaving` is None if the state cannot tell the other ranks that this one leaves. A script may also use a state
-    derived from Horovod's `State`, which has `sync`, `restore` and `on_reset` only.
+    A script may also use a state derived from Horovod's `State`, which has `sync`, `restore` and `on_reset` only.
     """
 
     commits: int
-
-    @property
-    def leaving(self) -> Sequence[int] | None: ...
 
     def leave(self) -> None: ...
 
@@ -116,9 +112,9 @@ def run(
         manager.init()
         manager.register_listener(state)
         failures, changed = Failures(), False
-        ranks, ours = size(), hasattr(state, "leaving")
+        ranks, ours = size(), hasattr(state, "leave")
         say = "this rank leaves at the next commit; the others go on."
-        handler = TerminationHandler(state.leave, say=say) if ours and state.leaving is not None else None
+        handler = TerminationHandler(state.leave, say=say) if ours else None
         waiting = contextlib.nullcontext if handler is None else partial(handler.unreachable, state.leave_alone)
 
         def begin_anew() -> None:

@@ -79,6 +79,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._synced = False
         self._rebuilt = False  # whether an elastic reset has happened since the last `sync`
         self._broken_off = False  # whether ranks were lost since the last `sync`
+        self._told = False  # whether this rank was told to end
         self.at_end: Callable[[], object] | None = None  # see `checkpoint.State`
         self.at_end_alone: Callable[[], object] | None = None
         self.read_late: Callable[[], object] | None = None
@@ -206,7 +207,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.merge_models()
         self.commits += 1
         self.save()
-        leaving = self._all_leaving() if self.leaving else ()
+        leaving = self._all_leaving()
         if self.at_end is not None and len(leaving) == self._horovod.size():
             self.at_end()
         elastic.let_leave(leaving, rank=self._horovod.rank())
@@ -320,20 +321,22 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     @property
     def leaving(self) -> Sequence[int] | None:
-        """The ranks that were told to end (SIGTERM), in order, the same on all ranks. None without a balancer: it is
-        the balancers that tell the ranks of each other's signals."""
+        """The ranks that were told to end (SIGTERM), in order, the same on all ranks. None without a balancer of all
+        ranks: it is the balancers that tell the ranks of each other's signals between commits."""
         # All balancers are asked, because some may have finished their part of the job.
-        return sorted({rank for each in self._balancers for rank in each.leaving}) if self._balancers else None
+        whole = [balancer for balancer in self._balancers if balancer.size == self._horovod.size()]
+        return sorted({rank for balancer in whole for rank in balancer.leaving}) if whole else None
 
     def _all_leaving(self) -> list[int]:
-        """`leaving`, and the ranks that were told to end since the balancers last exchanged it. So ranks that get the
-        signal at the same time end at the same commit. A collective call."""
-        mine = self._horovod.rank() in (self.leaving or ()) or any(b.departure.leaving.said for b in self._balancers)
+        """The ranks that were told to end by now. A collective call."""
+        mine = self._told or any(balancer.departure.leaving.said for balancer in self._balancers)
         said = self._of_all(mine, name="hvd_hetero.elastic.leaving")
         return [rank for rank, leaves in enumerate(said) if leaves]
 
     def leave(self) -> None:
-        """Notes that this rank was told to end; the balancers tell the others with their next exchange."""
+        """Notes that this rank was told to end: it does so at the next commit. The balancers tell the others with their
+        next exchange."""
+        self._told = True
         for balancer in self._balancers:
             balancer.leave()
 
