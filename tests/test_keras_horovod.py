@@ -17,6 +17,7 @@ pytestmark = [
 ]
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 BACKENDS = os.environ.get("HVD_HETERO_BACKENDS", "tensorflow,torch").split(",")
+START, END = map(int, os.environ.get("HVD_HETERO_SEEDS", "0:6").split(":"))
 
 LAW_2 = [
     "law_2:sgd,float64,1e-11",
@@ -161,3 +162,11 @@ def test_laws_on_three_ranks(backend):
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
 def test_local_sgd_on_two_ranks(backend):
     run_checks(backend, 2, LOCAL + (LOCAL_OF_TENSORFLOW if backend == "tensorflow" else []), "keras_local_worker.py")
+
+
+@pytest.mark.parametrize("start", range(START, END, 6))
+@pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
+def test_scripts_drawn_at_random(backend, start):
+    """HVD_HETERO_SEEDS=6:240 draws more than those of every run."""
+    checks = [f"drawn_scripts:{start},{min(start + 6, END)}"]
+    run_checks(backend, 2 + start // 6 % 2, checks, "keras_random_worker.py")
