@@ -14,7 +14,7 @@ from hvd_hetero.engine.port import Engine
 
 from .attachment import Attached
 from .balancer import Balancer
-from .control import ParameterComparison, failed_in, length
+from .control import ParameterComparison, failed_in, length, unpack
 from .exchange_count import ExchangeCount
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
@@ -201,7 +201,8 @@ class GradientExchange:
             PeerError: a rank cannot go on.
             DivergedError: ranks are at different batches, or hold different parameters.
         """
-        report = self.balancer.dialogue.incoming(total, leads=self._carries, noise=self.noise)
+        report = unpack(total, ranks=self.engine.size)
+        self.balancer.dialogue.incoming(report, leads=self._carries, noise=self.noise)
         self.relayout = report.lays_out
         if counts:
             check_together(report.batches, self.engine.ranks)
