@@ -252,7 +252,7 @@ class Rounds:
     def _merge(self, fragment: Fragment) -> None:
         """Applies the oldest merge under way of `fragment`, waiting for it if it has not come, and takes in what ranks
         said with it."""
-        merge = fragment.merge(merge_control.scale)
+        merge = fragment.merge()
         said = merge_control.unpack(merge.total, ranks=self.size)
         if said.finishing == self.size:
             self._ended.add(fragment.index)
@@ -297,7 +297,7 @@ class Rounds:
             heard = False
             for fragment in self.fragments:
                 while fragment.under_way and fragment.done():
-                    fragment.merge(merge_control.scale)
+                    fragment.merge()
                 if fragment.under_way:
                     continue
                 if fragment.index in told:
