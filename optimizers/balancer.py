@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_hetero.engine.environment import is_elastic
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.stopwatch import Stopwatch
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
@@ -21,7 +22,6 @@ from .count_warnings import CountWarnings
 from .departure import Departure, Flag
 from .dialogue import Dialogue
 from .ladder import Ladder
-from .meter import Stopwatch
 from .place import Places
 from .planner import Planner
 from .progress import BatchProgress
