@@ -14,10 +14,10 @@ from simulated import Speed
 from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import control
-from hvd_hetero.optimizers.attachment import Exchanges, PeerError
+from hvd_hetero.optimizers.attachment import Exchanges
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
-from hvd_hetero.optimizers.departure import Departure, Flag
+from hvd_hetero.optimizers.departure import Departure, Flag, PeerError
 from hvd_hetero.optimizers.horizon import DealingHorizon
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange

@@ -11,9 +11,9 @@ from merging import LENGTH, START, Turns, rounds_of
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import attachment, control, merge_control
-from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.fragment import LocalWork
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.merge_sender import MergeSender

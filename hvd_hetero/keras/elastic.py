@@ -14,7 +14,7 @@ import keras
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.process_set import says_removed
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 
 from . import absent, backend, content
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback

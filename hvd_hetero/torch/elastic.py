@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState, has_state
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 
 from . import content
 from .function import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, keep_types, shutdown
