@@ -99,7 +99,7 @@ class Route:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, if that is of a route of the same title over the same nodes; else begins anew, without
         residuals. All ranks call it, or none."""
-        if state["title"] != self.title or state.get("nodes", self._nodes) != self._nodes:
+        if state["title"] != self.title or state["nodes"] != self._nodes:
             state = self._new
         self.cross.load_state_dict(state["cross"])
         if self.local is not None:

@@ -150,7 +150,7 @@ class Balancer(framework_free.Balancer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
-        self.factors.load_state_dict(state.get("factors", {}))
+        self.factors.load_state_dict(state["factors"])
         self._queues = {by: Announced() for by in self._queues}
         self._between()
         self._told = False
