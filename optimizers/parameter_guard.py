@@ -32,7 +32,7 @@ HASHES = 2**24 - 1  # the number of different hashes; with 1 added, each is exac
 
 
 class DivergedError(RuntimeError):
-    """Is raised on all ranks: they hold different parameters, or are at different batches, and must not."""
+    """Raised on all ranks: they hold different parameters, or are at different batches, where they must not."""
 
 
 def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
