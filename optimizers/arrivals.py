@@ -33,7 +33,7 @@ class GradientArrivals:
         self.turn = threading.RLock()
 
     def add(self, exchange: Attached) -> None:
-        """Takes in a new exchange in the midst of a batch, as if it had its gradients: so it may begin the next one."""
+        """Takes in a new exchange within a batch, as if it had its gradients: so it may begin the next one."""
         if self._arrived is not None:
             self._arrived.append((exchange, 0))
 

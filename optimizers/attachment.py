@@ -12,10 +12,6 @@ FAIL_WAIT_S = 30.0  # a rank that fails waits at least this long for an exchange
 END_WAIT_S = 10.0  # then at least this long for the other exchanges that it takes part in
 
 
-class PeerError(RuntimeError):
-    """Another rank cannot go on."""
-
-
 class Attached(Protocol):
     """The gradient exchange of one optimizer, as the balancer sees it: the gradient reducers of PyTorch and Keras."""
 

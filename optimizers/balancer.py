@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_hetero.engine.environment import is_elastic
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.stopwatch import Stopwatch
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
@@ -21,7 +22,6 @@ from .count_warnings import CountWarnings
 from .departure import Departure, Flag
 from .dialogue import Dialogue
 from .ladder import Ladder
-from .meter import Stopwatch
 from .place import Places
 from .planner import Planner
 from .progress import BatchProgress
@@ -43,8 +43,8 @@ class Balancer:
 
     Args:
         engine: the ranks that share the global batch.
-        global_batch_size: samples of one optimizer step over all ranks; it never changes, so neither does what is
-            learned, nor the right learning rate.
+        global_batch_size: samples of one optimizer step over all ranks; it never changes, so what is learned and the
+            right learning rate do not change either.
         min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
         quantum: this rank's share is a multiple of it.
         max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
@@ -304,7 +304,7 @@ class Balancer:
         self.progress.begin_part()
 
     def fail(self) -> None:
-        """Tells all ranks that this one cannot go on, in the exchange that they wait in; there they raise `PeerError`.
+        """Tells all ranks that this one cannot go on: they raise `PeerError` in the exchange that they wait in.
 
         Waits for that for a limited time, and has no effect if the other processes have ended already.
         """

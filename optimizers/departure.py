@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .attachment import PeerError
+
+class PeerError(RuntimeError):
+    """Another rank cannot go on."""
 
 
 class Flag:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hvd_hetero.engine.port import Engine
@@ -170,18 +170,18 @@ class Dialogue:
 
     def incoming(
         self,
-        total: Sequence[float],
+        report: control.Report,
         *,
         leads: bool,
         noise: NoiseMeter | None = None,
         step: int | None = None,
         ahead: int = 0,
         steps: int = 1,
-    ) -> control.Report:
-        """Takes in the measurements, plan, flags and failures of all ranks, and returns them.
+    ) -> None:
+        """Takes in the measurements, plan, flags and failures of all ranks.
 
         Args:
-            total: the sum of all ranks' control vectors.
+            report: the sum of all ranks' control vectors, unpacked.
             leads: whether they carry measurements, plans and staleness.
             noise: takes in the norms of the last gradient, if they were sent.
             step: in a merge, the global batch of the foremost rank when it sent its vector; None: all ranks are at the
@@ -194,7 +194,6 @@ class Dialogue:
         """
         together = step is None
         step = self._position.step if step is None else step
-        report = control.unpack(total, ranks=self._engine.size)
         if leads:
             self._hear_plan(report, step, ahead)
         self.hear_failed(report)
@@ -209,7 +208,6 @@ class Dialogue:
             self._hear_speeds(report, step, together=together)
             for listener in self._listeners:
                 listener()
-        return report
 
     def hear_failed(self, report: control.Report) -> None:
         """Raises if a rank could not go on. Merges of fragments other than the first call it without `incoming`.

@@ -44,35 +44,29 @@ class Draws:
     Args:
         seed: an integer.
         further: generators besides Python's and NumPy's.
+
+    Attributes:
+        states: the states of the generators at the end of the last context; None before the first one.
     """
 
     def __init__(self, seed: int, *further: Generator) -> None:
         self._seed, self._generators = seed, (PYTHON, NUMPY, *further)
-        self._states: list[Any] | None = None
+        self.states: list[Any] | None = None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         with _one_at_a_time:
             before = self._get()
-            if self._states is None:
+            if self.states is None:
                 for generator in self._generators:
                     generator.seed(self._seed)
             else:
-                self._set(self._states)
+                self._set(self.states)
             try:
                 yield
             finally:
-                self._states = self._get()
+                self.states = self._get()
                 self._set(before)
-
-    @property
-    def states(self) -> list[Any] | None:
-        """The states of the generators, at the end of the last context; None before the first one."""
-        return self._states
-
-    @states.setter
-    def states(self, states: list[Any]) -> None:
-        self._states = list(states)
 
     def _get(self) -> list[Any]:
         return [generator.get_state() for generator in self._generators]

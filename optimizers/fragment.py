@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.policy.local_round import Contribution
 
+from . import merge_control
 from .outer import Outer, compensated
 from .parameter_store import Store
 from .weighted_exchange import WeightedExchange
@@ -226,17 +227,12 @@ class Fragment:
         lane.buffer[:] = 0.0
         self._submit(lane, None, LocalWork())
 
-    def merge(self, scale: Callable[[Sequence[float]], float]) -> Merge:
-        """Applies the oldest merge under way, after waiting for ranks that have not sent to it yet.
-
-        Args:
-            scale: returns the factor f of the summed contributions, given the summed control vector. 0 if no rank that
-                contributes had a sample: z stays as it is.
-        """
+    def merge(self) -> Merge:
+        """Applies the oldest merge under way, after waiting for ranks that have not sent to it yet."""
         lane, sent, work = self._pending[0]
-        results, total = lane.exchange.finish(scale)
+        results, total = lane.exchange.finish(merge_control.scale)
         self._pending.popleft()
-        factor, square, mean = scale(total), 0.0, results[0][: len(self.z)]
+        factor, square, mean = merge_control.scale(total), 0.0, results[0][: len(self.z)]
         before = sent
         if self.work.steps and sent is None:
             before = self._copied(self.z)  # as z is about to move

@@ -14,7 +14,7 @@ from hvd_hetero.engine.port import Engine
 
 from .attachment import Attached
 from .balancer import Balancer
-from .control import ParameterComparison, failed_in, length
+from .control import failed_in, length, unpack
 from .exchange_count import ExchangeCount
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
@@ -157,11 +157,9 @@ class GradientExchange:
 
     def outgoing(self, terms: float) -> list[float]:
         """Returns this rank's control vector for an exchange in which its gradient is over `terms` loss terms."""
-        found, interval = self._guard.outgoing()
-        comparison = ParameterComparison(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
-            leads=self._carries, count=terms, noise=self.noise, comparison=comparison, batch=self.balancer.batch,
-            origin=self.balancer.origin, lays_out=self._lays_out(), chooses=self._chooses,
+            leads=self._carries, count=terms, noise=self.noise, comparison=self._guard.outgoing(),
+            batch=self.balancer.batch, origin=self.balancer.origin, lays_out=self._lays_out(), chooses=self._chooses,
         )  # fmt: skip
 
     @property
@@ -201,7 +199,8 @@ class GradientExchange:
             PeerError: a rank cannot go on.
             DivergedError: ranks are at different batches, or hold different parameters.
         """
-        report = self.balancer.dialogue.incoming(total, leads=self._carries, noise=self.noise)
+        report = unpack(total, ranks=self.engine.size)
+        self.balancer.dialogue.incoming(report, leads=self._carries, noise=self.noise)
         self.relayout = report.lays_out
         if counts:
             check_together(report.batches, self.engine.ranks)

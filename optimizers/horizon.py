@@ -78,6 +78,5 @@ class DealingHorizon:
     def unheard(self) -> None:
         """Lifts the bound: the exchange has failed, and no answer will come."""
         with self._changed:
-            self._answers = 1
-        with self.heard():
-            pass
+            self._answers = 0
+            self.lift()

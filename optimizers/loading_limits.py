@@ -55,12 +55,11 @@ class LoadingLimits:
         return {"loading_s": self.seconds, "unaware": self._unaware}
 
     def load_state_dict(self, state: dict[str, Any], places: Sequence[int | None]) -> None:
-        """Goes on from `state`; one saved by an older version may lack these numbers.
+        """Goes on from `state`.
 
         Args:
             places: for each rank, its index among the ranks of `state`; None for a rank that was not among them.
         """
-        seconds = state.get("loading_s")
-        self.seconds = [0.0 if place is None or seconds is None else seconds[place] for place in places]
+        self.seconds = [0.0 if place is None else state["loading_s"][place] for place in places]
         self._slowest = list(self.seconds)
-        self._unaware = state.get("unaware", -1)
+        self._unaware = state["unaware"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hvd_hetero.policy.local_round import Contribution, merge_factor
 
 from . import control
+from .control import Report
 
 WEIGHT, REACH, SPREAD, FINISHING, HEAD = range(5)
 ROWS = 4  # numbers of each rank: steps, samples, and its position in two parts, each of which float32 holds exactly
@@ -31,7 +32,7 @@ class MergeReport:
         steps: the local steps in each rank's contribution.
         samples: the samples of these steps, by rank.
         positions: the global batch that each rank was at when it contributed.
-        control: the sum of the control vectors of the module `control`, for `Dialogue.incoming`.
+        control: what ranks said in the control vectors of the module `control`, for `Dialogue.incoming`.
     """
 
     sums: tuple[float, float, float]
@@ -39,7 +40,7 @@ class MergeReport:
     steps: list[float]
     samples: list[float]
     positions: list[float]
-    control: list[float]
+    control: Report
 
 
 def length(ranks: int) -> int:
@@ -77,7 +78,7 @@ def pack(
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> MergeReport:
-    """Splits the sum of all ranks' control vectors into its fields."""
+    """Unpacks the sum of all ranks' control vectors."""
     rows = [list(total[HEAD + row * ranks : HEAD + (row + 1) * ranks]) for row in range(ROWS)]
     return MergeReport(
         sums=(total[WEIGHT], total[REACH], total[SPREAD]),
@@ -85,7 +86,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> MergeReport:
         steps=rows[0],
         samples=rows[1],
         positions=[PART * above + below for above, below in zip(rows[2], rows[3], strict=True)],
-        control=list(total[HEAD + ROWS * ranks :]),
+        control=control.unpack(total[HEAD + ROWS * ranks :], ranks=ranks),
     )
 
 

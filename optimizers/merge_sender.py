@@ -48,7 +48,7 @@ class MergeSender:
         leads: Callable[[], bool],
         most_ahead: Callable[[], int],
     ) -> None:
-        self._rule, self._balancer = rule, balancer
+        self._fednova, self._balancer = rule.weights == "fednova", balancer
         self._rank, self._size = balancer.rank, balancer.size
         self._leads, self._most_ahead = leads, most_ahead
         self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
@@ -69,7 +69,7 @@ class MergeSender:
     def unit(self) -> float:
         """The number of samples that has weight 1 in a merge: the mean share, which suits the range of fp16. With
         FedNova weights are not in samples, and this is 1.0."""
-        if self._rule.weights == "fednova":
+        if self._fednova:
             return 1.0
         return self._balancer.global_batch_size / self._size
 
@@ -84,10 +84,10 @@ class MergeSender:
                 samples.
         """
         norm, reach = work.gradients, work.batches
-        if self._rule.weights == "fednova":  # in units of learning rates, on all ranks alike, also where it is 0
+        if self._fednova:  # in units of learning rates, on all ranks alike, also where it is 0
             norm, reach = work.lr_sum, work.rate_batches
         # FedNova's shards are taken to be equal parts of all data.
-        weight = 1.0 / self._size if self._rule.weights == "fednova" else work.samples / self.unit
+        weight = 1.0 / self._size if self._fednova else work.samples / self.unit
         chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
         self._sending = Outgoing(chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen
@@ -104,7 +104,7 @@ class MergeSender:
         The weight alone would not do: a merge multiplies the summed deltas by about this number (`policy.local_round`:
         sum r / sum w), which changes with the number of ranks. With FedNova it does not, and this is 1.0.
         """
-        return 1.0 if self._rule.weights == "fednova" else self.unit / self._balancer.global_batch_size
+        return 1.0 if self._fednova else self.unit / self._balancer.global_batch_size
 
     @property
     def residual_weight(self) -> float:
@@ -117,7 +117,7 @@ class MergeSender:
         sent, work = self._sending.contribution, self._sending.work
         if not sent.reach or not sent.weight:
             return 0.0
-        weight = sent.weight if self._rule.weights == "fednova" else work.of_all / self.unit
+        weight = sent.weight if self._fednova else work.of_all / self.unit
         # Rounded, so that it is the same number in each round of the same batches: then nothing has to be rescaled.
         return round(weight / sent.reach, 9)
 
@@ -126,7 +126,7 @@ class MergeSender:
         """The part of whole batches that the contribution is over that is being sent, as `ScaledResiduals` takes it:
         less than 1 if a short one is among them. With FedNova samples do not count, and this is 1.0."""
         whole = self._balancer.global_batch_size / self.unit
-        return 1.0 if self._rule.weights == "fednova" else (self.residual_weight / whole or 1.0)
+        return 1.0 if self._fednova else (self.residual_weight / whole or 1.0)
 
     @contextlib.contextmanager
     def missing(self) -> Iterator[None]:

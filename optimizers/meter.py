@@ -24,37 +24,12 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from hvd_hetero.engine.stopwatch import Stopwatch, WallClock
 
 LOOK_EVERY = 8  # steps between two readings of the CPU quota, each of which takes 0.1 ms
 SMOOTHED = 16  # steps whose median is taken for the head start that an unused quota gives
-
-
-class Stopwatch(Protocol):
-    """Marks moments, and tells the seconds between two marks. A mark may be an event that a device reaches later."""
-
-    def mark(self) -> Any: ...
-
-    def passed(self, mark: Any) -> bool:
-        """Whether the device has reached `mark`, so that `seconds` up to it does not wait. Returns at once."""
-
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
-class WallClock:
-    """A `Stopwatch` of wall time, for ranks that compute on the CPU, where their Python code runs."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-
-    def mark(self) -> float:
-        return self._clock()
-
-    def passed(self, mark: float) -> bool:
-        return True
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
 
 class Moment(NamedTuple):

@@ -21,6 +21,7 @@ import numpy as np
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine
 
+from .control import ParameterComparison
 from .parameter_store import ParameterStore
 
 BUDGET = 0.0005  # the part of rank 0's time that hashes may take; a rank of a tenth of its speed needs ten times that
@@ -31,7 +32,7 @@ HASHES = 2**24 - 1  # the number of different hashes; with 1 added, each is exac
 
 
 class DivergedError(RuntimeError):
-    """Is raised on all ranks: they hold different parameters, or are at different batches, and must not."""
+    """Raised on all ranks: they hold different parameters, or are at different batches, where they must not."""
 
 
 def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
@@ -101,15 +102,10 @@ class ParameterGuard:
         self._last = clock()  # when the last check ended on this rank
         self._looked = 0  # the exchange of the last check
 
-    def outgoing(self) -> tuple[int, int]:
-        """What this rank sends for the check with the next exchange.
-
-        Returns:
-            its hash, 1 or more, and the number of exchanges from this check to the next, of which rank 0's counts;
-            (0, 0) if no check is due.
-        """
+    def outgoing(self) -> ParameterComparison:
+        """What this rank sends for the check with the next exchange; zeros if none is due."""
         if self._exchanges < self._due or (parameters := self._parameters()) is None:
-            return 0, 0
+            return ParameterComparison()
         start = self._clock()
         found = 0
         for index in range(len(parameters.lossy)):
@@ -119,7 +115,7 @@ class ParameterGuard:
         # At the first check, it is not known yet how long steps take.
         exchanges = math.ceil(cost_s / max(BUDGET * step_s, 1e-9)) if self._looked else SHORTEST
         self._last, self._looked = start + cost_s, self._exchanges
-        return 1 + found, min(LONGEST, max(SHORTEST, exchanges))
+        return ParameterComparison(hash=1 + found, interval=min(LONGEST, max(SHORTEST, exchanges)))
 
     def incoming(self, hashes: Sequence[int], interval: int) -> None:
         """Takes in the hashes of all ranks, and ends one exchange. If hashes differ, this is a collective call.

@@ -247,14 +247,14 @@ class Planner:
         self._look_schedule.put_off(step + 1)
         self.announcement = None
         places = match_ranks(
-            list(itertools.zip_longest(state["identities"], state.get("kinds", ()))),
+            list(itertools.zip_longest(state["identities"], state["kinds"])),
             list(itertools.zip_longest(self._arguments.identities, self._arguments.kinds)),
         )
         alike = places == list(range(len(state["windows"])))
         self._measurements.load_state_dict(state["windows"], places)
         self.loading.load_state_dict(state, places)
-        self.steadiness.load_state_dict(state.get("steadiness", {}), places)
-        self._exchange_s = list(state.get("exchange_s", ())) if alike else []
+        self.steadiness.load_state_dict(state["steadiness"], places)
+        self._exchange_s = list(state["exchange_s"]) if alike else []
         self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
         if not alike:
             self.plans = [self._plan_for_others(version=self.plans[-1].version + 1, step=max(step, 0))]

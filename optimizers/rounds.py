@@ -23,7 +23,7 @@ from typing import Any
 from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.policy.local_round import update_fraction
 
-from . import control, merge_control
+from . import merge_control
 from .balancer import Balancer
 from .fragment import Fragment, Lane, LocalWork
 from .local_sgd import LocalSGD
@@ -252,18 +252,17 @@ class Rounds:
     def _merge(self, fragment: Fragment) -> None:
         """Applies the oldest merge under way of `fragment`, waiting for it if it has not come, and takes in what ranks
         said with it."""
-        merge = fragment.merge(merge_control.scale)
+        merge = fragment.merge()
         said = merge_control.unpack(merge.total, ranks=self.size)
-        report = control.unpack(said.control, ranks=self.size)
         if said.finishing == self.size:
             self._ended.add(fragment.index)
-        if report.failed:
+        if said.control.failed:
             self.balancer.departure.final = True  # a rank has failed, so this one can make no further merge
         if fragment.index == 0:
             self.merges += 1
             drift, noise = self.lengths.watch(said.sums, merge.square, said.steps, said.samples)
             at = int(max(said.positions))
-            self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.busy_s))
+            self.lengths.hear(self.balancer.planner.steadiness.alone_s(said.control.busy_s))
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
             leads = self._leads
             if leads:
@@ -277,7 +276,7 @@ class Rounds:
             self._heard += steps * self._batches()
             self.balancer.dialogue.incoming(said.control, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
         else:
-            self.balancer.dialogue.hear_failed(report)
+            self.balancer.dialogue.hear_failed(said.control)
 
     # The end --------------------------------------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ class Rounds:
             heard = False
             for fragment in self.fragments:
                 while fragment.under_way and fragment.done():
-                    fragment.merge(merge_control.scale)
+                    fragment.merge()
                 if fragment.under_way:
                     continue
                 if fragment.index in told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, Levels, part_of
@@ -58,8 +58,8 @@ class Route:
         if self.is_plain:
             return self.levels.everyone.allreduce_async(array, name=name)
         local = self.local.steps if self.local is not None else None
-        steps: Callable[..., Any] = ALGORITHMS[self.algorithm]
-        return Chain(steps(self.levels, array, name=name, local=local, cross=self.cross.steps))
+        steps = ALGORITHMS[self.algorithm](self.levels, array, name=name, local=local, cross=self.cross.steps)
+        return Chain(steps)
 
     def end_step(self, counts: bool) -> None:
         """Ends a step; new residuals are kept only if it `counts`. See `Reduction.end_step`."""
@@ -99,7 +99,7 @@ class Route:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, if that is of a route of the same title over the same nodes; else begins anew, without
         residuals. All ranks call it, or none."""
-        if state["title"] != self.title or state.get("nodes", self._nodes) != self._nodes:
+        if state["title"] != self.title or state["nodes"] != self._nodes:
             state = self._new
         self.cross.load_state_dict(state["cross"])
         if self.local is not None:

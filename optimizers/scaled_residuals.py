@@ -200,8 +200,7 @@ class ScaledResiduals:
         """Loads what `state_dict` returned. Residuals become arrays of the type and device of the arrays `likes`, one
         per route."""
         self._last, self._usual, self._part, self._now = state["last"], state["usual"], state["part"], None
-        self._total, self._whole = state.get("total"), state.get("whole", 1.0)
-        self._known = state.get("known", self._last is not None)  # a state of a version before has none of these
+        self._total, self._whole, self._known = state["total"], state["whole"], state["known"]
         self._taken.clear()
         self._waits = {int(index): arrays_like(likes[int(index)], one) for index, one in state["waits"].items()}
         self._given = {int(index): arrays_like(likes[int(index)], one) for index, one in state["given"].items()}

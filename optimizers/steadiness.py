@@ -37,9 +37,8 @@ class Steadiness:
         """Loads `state`. `places`: by rank, the former rank whose statistics it continues; None: it starts with
         none."""
         nothing = [0.0] * len(StopSums._fields)
-        ran = state.get("ran")
-        self._heard = int(state.get("heard", 0))
-        self._ran = np.array([nothing if ran is None or place is None else ran[place] for place in places])
+        self._heard = state["heard"]
+        self._ran = np.array([nothing if place is None else state["ran"][place] for place in places])
 
     @property
     def _lately(self) -> list[StopSums]:

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from hvd_hetero.engine.stopwatch import Stopwatch, WallClock
 from hvd_hetero.policy.jitter import StopSums
 
 from .loading_meter import LoadingMeter, LoadingTimes
-from .meter import ComputeMeter, Pace, Segments, Stopwatch, WallClock
+from .meter import ComputeMeter, Pace, Segments
 from .stop import StopMeter
 
 

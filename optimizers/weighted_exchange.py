@@ -209,8 +209,7 @@ class WeightedExchange:
             state = self._new
         for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
             route.load_state_dict(arrays_like(bucket, one))
-        if "carry" in state:
-            self._residuals.load_state_dict(state["carry"], self._buckets)
+        self._residuals.load_state_dict(state["carry"], self._buckets)
 
     # ----------------------------------------------------------------------------------------------------------------
 

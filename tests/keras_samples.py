@@ -8,6 +8,7 @@ import numpy as np
 
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.optimizers.balancer import Balancer as FrameworkFree
+from hvd_hetero.optimizers.control import unpack
 
 LENGTH, WHOLE = 22, 8  # the third batch of an epoch is short
 SHARES = (5, 2, 1)
@@ -48,7 +49,8 @@ class Balancer(FrameworkFree):
         assert self.departure.error or rows == max(samples, 1), "the batch in use is not the one that was announced"
         self.begin(samples)
         vector = np.array(self.dialogue.outgoing(leads=True, count=float(samples)))
-        self.dialogue.incoming(self.engine.allreduce_async(vector, name="control").wait().tolist(), leads=True)
+        total = self.engine.allreduce_async(vector, name="control").wait().tolist()
+        self.dialogue.incoming(unpack(total, ranks=self.engine.size), leads=True)
         return samples
 
 

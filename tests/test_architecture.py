@@ -19,7 +19,7 @@ ALLOWED = {
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": (
         {"optimizers", "policy", "codecs", "engine.payload", "engine.port", "engine.hierarchy", "engine.environment",
-         "engine.script", "engine.stderr"},
+         "engine.script", "engine.stderr", "engine.stopwatch"},
         {"numpy"},
     ),
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),

@@ -14,10 +14,10 @@ from simulated import Speed
 from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import control
-from hvd_hetero.optimizers.attachment import Exchanges, PeerError
+from hvd_hetero.optimizers.attachment import Exchanges
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
-from hvd_hetero.optimizers.departure import Departure, Flag
+from hvd_hetero.optimizers.departure import Departure, Flag, PeerError
 from hvd_hetero.optimizers.horizon import DealingHorizon
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
@@ -77,7 +77,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         balancer.step_timer.pause()
         _, total = exchange.finish(lambda total: 1.0)
         balancer.step_timer.run()
-        balancer.dialogue.incoming(total, leads=True)
+        balancer.dialogue.incoming(control.unpack(total, ranks=engine.size), leads=True)
         balancer.exchanged(wait_s=0.0, bytes_sent=0, leads=True)
     return balancer, seen
 
@@ -483,9 +483,8 @@ def test_a_reason_travels_as_far_as_it_fits_and_bends_nothing_beside_it(reason, 
 
 def test_of_steps_apart_who_leaves_or_stops_is_known_from_the_batch_that_no_rank_is_beyond():
     for balancer in balancers(2):
-        said = [control.pack(ranks=2, rank=rank, count=1.0, compute_s=0.0, samples=4.0, failed=False,
-                             announcement=None, leaves=rank == 1, stops=rank == 0) for rank in range(2)]
-        balancer.dialogue.incoming(sum_of(*said), leads=True, step=5, ahead=3)
+        said = heard_of({"stops": True}, {"leaves": True}, count=1.0, samples=4.0)
+        balancer.dialogue.incoming(said, leads=True, step=5, ahead=3)
         for batch, leaving, stopping in [(7, (), ()), (8, (1,), (0,)), (20, (1,), (0,))]:
             balancer.step = batch
             assert (balancer.leaving, balancer.stopping) == (leaving, stopping)
@@ -524,9 +523,8 @@ def test_what_ranks_took_is_of_the_batch_before_and_rank_0_looks_at_it_where_sha
             planner.steadiness.hear = lambda *seen, stops=stops: stops.append(seen)
             planner.look = lambda step, looks=looks, **how: looks.append((step, how["dealt_ahead"]))
             balancer.step = 6
-            said = [control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,
-                                 dealt_ahead=3 * each, announcement=None if each else announced) for each in range(2)]
-            balancer.dialogue.incoming(sum_of(*said), leads=True)
+            said = heard_of({"announcement": announced}, {"dealt_ahead": 3}, compute_s=0.5, samples=4.0)
+            balancer.dialogue.incoming(said, leads=True)
             assert observed == [(5, (4.0, 4.0), (0.5, 0.5), (0.0, 0.0), {"dealt_ahead": 3})]
             assert [step for step, _ in stops] == [5]
             assert looks == ([(6, 3)] if rank == 0 and adaptive and announced is None else [])
@@ -539,9 +537,7 @@ def test_a_strategy_left_to_us_is_chosen_by_whole_steps_only_where_all_make_them
         planner.look = lambda step, looks=looks, **_: looks.append(step)
         balancer.step_timer._pace = SimpleNamespace(last_s=2.0, usual_s=2.0)
         for step in (None, 9):
-            balancer.dialogue.incoming(
-                sum_of(*(control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,
-                                      announcement=None) for each in range(2))), leads=True, step=step)  # fmt: skip
+            balancer.dialogue.incoming(heard_of({}, {}, compute_s=0.5, samples=4.0), leads=True, step=step)
         assert heard == [2.0, None] and len(looks) == (0 if rank else 2), "rank 0 looks, though shares are given"
 
 
@@ -554,10 +550,8 @@ def test_a_failure_names_the_ranks_as_horovod_does_and_the_batch():
             return None
         balancer = Balancer(group, global_batch_size=4)
         balancer.step = 11
-        said = [control.pack(ranks=2, rank=rank, count=0.0, compute_s=0.0, samples=0.0, failed=rank == 1,
-                             announcement=None) for rank in range(2)]
         with pytest.raises(PeerError, match=r"batch 11\. Received: rank 2 could not"):
-            balancer.dialogue.incoming(sum_of(*said), leads=False)
+            balancer.dialogue.incoming(heard_of({}, {"failed": True}), leads=False)
         return balancer.departure.left_out
 
     assert World(3).run(program) == [None, 11, 11]
@@ -572,11 +566,10 @@ def test_listeners_are_called_once_each_after_an_exchange_that_leads():
 
     dialogue.subscribe(listener)
     dialogue.subscribe(listener)
-    said = dict(ranks=1, rank=0, count=0.0, compute_s=0.0, failed=False, announcement=None, staleness=1.5)
-    dialogue.incoming(control.pack(samples=6.0, **said), leads=False, steps=5)
+    dialogue.incoming(heard_of({"samples": 6.0, "staleness": 1.5}), leads=False, steps=5)
     assert calls == [] and (dialogue.entered, dialogue.steps) == (8.0, 1)
-    dialogue.incoming(control.pack(samples=6.0, **said), leads=True, step=4, steps=3)
-    dialogue.incoming(control.pack(samples=0.0, **said), leads=True, step=5)
+    dialogue.incoming(heard_of({"samples": 6.0, "staleness": 1.5}), leads=True, step=4, steps=3)
+    dialogue.incoming(heard_of({"samples": 0.0, "staleness": 1.5}), leads=True, step=5)
     assert calls == [(6.0, 3, 1.5), (6.0, 1, 1.5)], "a batch that nobody tells of is like the one before"
 
 

@@ -33,7 +33,7 @@ from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.evaluation import EvaluationDataset
 from hvd_hetero.keras.source import source_of
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dictionary", "samples", "batches"])

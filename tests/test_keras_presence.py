@@ -10,8 +10,8 @@ import keras
 
 from hvd_hetero.engine.local import World
 from hvd_hetero.keras.balancer import Balancer
-from hvd_hetero.keras.compression import Compression
 from hvd_hetero.keras.reducer import GradientReducer
+from hvd_hetero.optimizers.compression import Compression
 from hvd_hetero.optimizers.routing import Routing
 
 LARGE = (40, 40)

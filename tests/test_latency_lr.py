@@ -63,7 +63,7 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
         exchange.submit(0)
         balancer.dialogue.staleness = float("nan")  # what it is later must not matter
         (merged,), total = exchange.finish(lambda total: 1 / total[0])
-        balancer.dialogue.incoming(total, leads=True, noise=meter)
+        balancer.dialogue.incoming(control.unpack(total, ranks=engine.size), leads=True, noise=meter)
         whole = [float((merged[:5] ** 2).sum())] if engine.rank == 0 else []
         meter.end(terms=mine, weight=mine, merged=whole, gain=1.0, all_terms=total[0], batches=1)
         balancer.exchanged(wait_s=0.0, bytes_sent=0, leads=True)

@@ -12,8 +12,8 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.engine.stopwatch import WallClock
 from hvd_hetero.optimizers.agreement import BalancerArguments
-from hvd_hetero.optimizers.meter import WallClock
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.optimizers.step_timer import StepTimer
 from hvd_hetero.policy.loader_speed import FEW, LEAST, MOST, TRIED, WINDOW, LoaderSpeed

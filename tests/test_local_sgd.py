@@ -214,8 +214,8 @@ def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nod
                 sent[store.cuts[fragment.index]] += fragment.store.read(fragment.index) - fragment.z
                 return inner(weigh)
 
-            def merge(scale, fragment=fragment, inner=fragment.merge):
-                result = inner(scale)
+            def merge(fragment=fragment, inner=fragment.merge):
+                result = inner()
                 models.setdefault(fragment.index, []).append(fragment.z.tobytes())
                 return result
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter, WallClock
+from hvd_hetero.engine.stopwatch import WallClock
+from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter
 
 
 class Rank:

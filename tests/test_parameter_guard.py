@@ -15,7 +15,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import parameter_guard
-from hvd_hetero.optimizers.control import BATCHES, ORIGINS, pack, unpack
+from hvd_hetero.optimizers.control import BATCHES, ORIGINS, ParameterComparison, pack, unpack
 from hvd_hetero.optimizers.dealer import Dealer
 from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard, check_together
 from hvd_hetero.optimizers.sampler import ShareSampler
@@ -242,10 +242,10 @@ def test_looks_are_as_rare_as_they_are_dear(cost_s, step_s):
     guard = ParameterGuard(None, lambda: numbers, name="x", tell=lambda fields: None, clock=lambda: now[0])
     looks = []
     for exchange in range(300_000):
-        found, interval = guard.outgoing()
-        if found:
+        said = guard.outgoing()
+        if said.hash:
             looks.append(exchange)
-        guard.incoming([found, found], interval)
+        guard.incoming([said.hash] * 2, said.interval)
         now[0] += step_s
         if len(looks) == 4:
             break
@@ -258,7 +258,7 @@ def test_looks_are_as_rare_as_they_are_dear(cost_s, step_s):
 def test_parameters_that_are_not_known_yet_are_looked_at_later():
     guard = ParameterGuard(None, lambda: None, name="x", tell=lambda fields: None)
     for _ in range(5):
-        assert guard.outgoing() == (0, 0)
+        assert guard.outgoing() == ParameterComparison()
         guard.incoming([0, 0], 0)
 
 
@@ -268,8 +268,9 @@ def test_not_a_number_on_one_rank_is_an_error():
         guard = ParameterGuard(engine, lambda: numbers, name="x", tell=lambda fields: None)
         for _ in range(2):
             row = np.zeros(2)
-            row[engine.rank], interval = guard.outgoing()
-            guard.incoming(engine.allreduce_async(row, name="row").wait().astype(int).tolist(), interval or 16)
+            said = guard.outgoing()
+            row[engine.rank] = said.hash
+            guard.incoming(engine.allreduce_async(row, name="row").wait().astype(int).tolist(), said.interval or 16)
 
     assert all(isinstance(error, DivergedError) for error in World(2).run(settle, errors="return"))
 

@@ -298,9 +298,6 @@ def test_measurements_follow_a_rank_to_its_new_number():
     after.load_state_dict(before.state_dict(), 30)
     fast, slow = after.plan_at(30).shares
     assert after.loading.seconds == [0.0, 0.1] and fast > 2 * slow, "whose samples come slowly"
-    older = before.state_dict()
-    del older["loading_s"]
-    planner_of(2).load_state_dict({**older, "identities": []}, 30)  # a checkpoint of an earlier version
 
 
 def test_plans_do_not_count_that_were_made_before_it_was_known_how_slowly_samples_come():

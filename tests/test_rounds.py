@@ -11,9 +11,9 @@ from merging import LENGTH, START, Turns, rounds_of
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import attachment, control, merge_control
-from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.fragment import LocalWork
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.merge_sender import MergeSender
@@ -317,7 +317,8 @@ def test_rounds_that_begin_anew_know_nothing_of_the_steps_before():
 def test_the_place_of_a_long_job_is_exact_in_single_precision():
     position = 5 * 2**24 + 1
     row = merge_control.pack(
-        NOTHING, spread=0.0, finishing=False, own=(1.0, 1.0, position), rank=1, ranks=2, control=[]
+        NOTHING, spread=0.0, finishing=False, own=(1.0, 1.0, position), rank=1, ranks=2,
+        control=[0.0] * control.length(2),
     )
     said = merge_control.unpack(np.array(row, np.float32).tolist(), ranks=2)
     assert said.positions == [0, position]

@@ -26,7 +26,7 @@ def step(balancer, samples, watch):
     vector = np.array(balancer.dialogue.outgoing(leads=True, count=samples))
     total = balancer.engine.allreduce_async(vector, name="control").wait()
     balancer.step_timer.run()
-    balancer.dialogue.incoming(total.tolist(), leads=True)
+    balancer.dialogue.incoming(unpack(total.tolist(), ranks=balancer.size), leads=True)
     balancer.exchanged(wait_s=0.0, bytes_sent=0, leads=True)
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_says_answers_in_advance_deals_on_after_the_last():
     threading.Thread(target=beyond, daemon=True).start()
     for answer in range(3):
         assert not dealt.wait(0.05), f"dealt before answer {answer}"
-        balancer.dialogue.incoming(said, leads=True, step=0, ahead=2)
+        balancer.dialogue.incoming(unpack(said, ranks=1), leads=True, step=0, ahead=2)
     assert dealt.wait(5.0)
 
 

@@ -128,10 +128,6 @@ def test_a_checkpoint_has_what_waits(tmp_path):
             for each in (job, other):
                 each.merge(row[engine.rank], row)
         assert np.array_equal(job.model, other.model)
-        fresh = Job(engine)
-        fresh.merge(4.0, FULL)
-        before = {name: value for name, value in fresh.exchange.state_dict().items() if name != "carry"}
-        Job(engine).exchange.load_state_dict(before)  # of a version without
 
     World(2).run(program)
 

@@ -10,7 +10,7 @@ from simulated import Speed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.stream import Order, Start
 
 hvd = pytest.importorskip("hvd_hetero.torch")

@@ -10,8 +10,8 @@ from torch import nn
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.engine.stopwatch import WallClock
 from hvd_hetero.optimizers import step_timer as module
-from hvd_hetero.optimizers.meter import WallClock
 from hvd_hetero.optimizers.step_timer import StepTimer
 
 SIZE, WHOLE, STEPS = 2, 12, 40

@@ -19,7 +19,7 @@ from torch_task import LENGTH, SHARES, WHOLE, Data, make_model, sgd, train
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import CollectiveError
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.unused_balancer import UnusedBalancerCheck
 from hvd_hetero.torch.feed import iterating
 

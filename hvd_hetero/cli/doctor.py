@@ -61,7 +61,7 @@ WITHOUT = {
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",
     "released_when_done": "Horovod's thread waits for Python's lock to free tensors of torch, and on a Python with "
-    "python/cpython#112275 (before 3.12, but for late releases) a DataLoader's workers may never begin",
+    "python/cpython#112275 (before 3.12, except late releases) a DataLoader's workers may never begin",
     "copy_beside_backward": "without NCCL, sums come back to a GPU after the backward pass, and not beside it",
     "quick_launch": "each horovodrun loads a framework to look at itself, seconds before anything starts",
     "blocking_wait": "waiting takes a whole core: hvd_hetero polls with sleeps, which costs some latency",

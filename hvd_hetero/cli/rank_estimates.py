@@ -59,7 +59,7 @@ def limits_of(rank: RankRun) -> tuple[Bound, int | None]:
     Both are those that the rank's `Balancer` recorded last.
     """
     said = [event.fields for event in rank.events if event.kind == "limits"]
-    if not said:  # traces of older versions have no such event
+    if not said:
         return Bound(lower=1), None
     return bound_in(said[-1]), said[-1]["micro_batch"]
 

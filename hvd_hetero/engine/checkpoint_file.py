@@ -66,12 +66,12 @@ class CheckpointFile:
 
     def number(self) -> int:
         """Returns the number of the newest checkpoint here, from its first line: a job numbers its checkpoints 1, 2, …
-        0 if there is none. A file of an earlier version, without a number, counts as 1."""
+        0 if there is none."""
         numbers = [0]
         for path in (self.path, self.previous):
             with contextlib.suppress(OSError, ValueError, TypeError, OverflowError), open(path, "rb") as file:
                 head = json.loads(file.readline(LONGEST_LINE))
-                numbers.append(int(head.get("number", 1)) if isinstance(head, dict) and head.get("kind") == KIND else 0)
+                numbers.append(int(head.get("number", 0)) if isinstance(head, dict) and head.get("kind") == KIND else 0)
         return max(numbers)
 
     def write(self, pieces: Sequence[bytes], *, number: int = 1) -> None:

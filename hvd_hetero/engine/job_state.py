@@ -373,9 +373,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Goes on from what `own_content` returned."""
         state = self._content.loaded(content)
         self._load_own_state(state)
-        self.load_codec_states(state.get("kept", ()))
-        self.load_sum_states(state.get("added", ()))
-        self.load_stream_states(state.get("streams", ()))
+        self.load_codec_states(state["kept"])
+        self.load_sum_states(state["added"])
+        self.load_stream_states(state["streams"])
         self.save()
 
     def shared_state(self) -> dict[str, dict[str, Any]]:

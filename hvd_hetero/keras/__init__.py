@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
 from hvd_hetero.engine.shared_sets import add_process_set, remove_process_set
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.compression import Compression
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.parameter_guard import DivergedError
@@ -21,7 +22,6 @@ from . import absent as _absent
 from . import backend, callbacks, elastic
 from .balancer import Balancer
 from .checkpoint import Checkpoint
-from .compression import Compression
 from .dataset import BalancedDataset
 from .evaluation import EvaluationDataset
 from .function import (

@@ -46,15 +46,15 @@ class Balancer(framework_free.Balancer):
     Constructing it is a collective call. What a rank needs for its samples is measured from the end of one exchange of
     gradients to the start of the next, without any callback; a step in which something was compiled is left out.
 
-    `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead; then
-    any number of exchanges belong to a batch. Without it they do where nothing loads ahead. `fit` with TensorFlow does:
+    `BalancedDataset` announces each batch. A custom loop calls `balancer.begin(samples)` for each instead; then any
+    number of exchanges belong to a batch. Without that call they do if nothing loads ahead. `fit` with TensorFlow does:
     there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but neither in a
     loop or a condition that TensorFlow makes (`for _ in tf.range(k)`, `tf.cond`), nor by calling one `tf.function`
     several times, nor with `run_eagerly=True`.
 
     Args:
-        global_batch_size: samples of one optimizer step over all ranks; it never changes, so neither does what is
-            learned, nor the right learning rate.
+        global_batch_size: samples of one optimizer step over all ranks; it never changes, so what is learned and the
+            right learning rate do not change either.
         min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
         quantum: this rank's share is a multiple of it.
         shares: the shares of the first plan, by rank (default: equal ones).
@@ -150,7 +150,7 @@ class Balancer(framework_free.Balancer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
-        self.factors.load_state_dict(state.get("factors", {}))
+        self.factors.load_state_dict(state["factors"])
         self._queues = {by: Announced() for by in self._queues}
         self._between()
         self._told = False

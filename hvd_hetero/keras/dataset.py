@@ -58,9 +58,9 @@ class BalancedDataset(UntunedDataset):
 
     Every sample of an epoch is used exactly once over all ranks, whatever the plan does; the last batch may be short
     (`drop_last`). Each batch is announced to the balancer, so that gradients are weighted by their samples. Where a
-    rank has no sample in a short batch, it gets one that is another rank's, which counts for nothing in the gradient.
+    rank has no sample in a short batch, it gets one of another rank's, which counts for nothing in the gradient.
 
-    Keras passes over `shuffle` in `fit` here: the order is this object's. With `steps_per_epoch`, an epoch of `fit`
+    Keras ignores `shuffle` of `fit` here: the order is this object's. With `steps_per_epoch`, an epoch of `fit`
     goes on where the last one ended. When loading fails on one rank, all ranks end. Constructing one is a collective
     call.
 
@@ -70,19 +70,19 @@ class BalancedDataset(UntunedDataset):
             samples; or a tf.data.Dataset of single samples, of known length and in the same order on all ranks, which
             every rank reads as a whole (`shuffle=False`), or a function that gives one for the number of an epoch.
         balancer: deals the shares.
-        terms: of a batch, called as `terms(x, y)` or with its sample weights as well, over how many loss terms the loss
-            is a mean; needed where that is not the number of samples: with a mask, with `ignore_class`, with
-            `reduction="mean_with_sample_weight"`.
+        terms: returns the number of terms that the loss of a batch is a mean over; called as `terms(x, y)`, or with the
+            sample weights as well. Needed where that is not the number of samples: with a mask, with `ignore_class`,
+            with `reduction="mean_with_sample_weight"`.
         shuffle, seed: the order of epoch e depends on the seed and e alone.
         drop_last: leave out what does not fill a global batch.
         sharded: x is a stream of this rank's own samples: a tf.data.Dataset (which may be endless), an iterable, or a
             function that gives one for the number of an epoch. This rank takes as many of them for a global batch as
-            its share says, so that a fast one uses up more; streams go on from one epoch to the next, and are begun
-            anew where they end.
+            its share says, so that a fast one uses up more; streams go on from one epoch to the next, and start again
+            where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        resumes: with `sharded`, how a rank that goes on from a checkpoint goes on in its stream. True: it reads what it
-            has used of the present pass, and drops it; "state": from what the stream's own `state_dict()` gave, which
-            no tf.data.Dataset has; False: it begins it anew.
+        resumes: with `sharded`, how a rank that goes on from a checkpoint finds its place in its stream. True: it reads
+            what it has used of the present pass, and drops it. "state": by the stream's own `state_dict()`, which no
+            tf.data.Dataset has. False: it starts the stream again.
         workers: threads that load ahead; 0 for none.
         use_multiprocessing: makes them processes, for loading that keeps Python busy.
 

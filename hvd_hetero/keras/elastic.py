@@ -14,7 +14,7 @@ import keras
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.process_set import says_removed
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 
 from . import absent, backend, content
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
@@ -50,14 +50,14 @@ class KerasState(JobState):
 
     Args:
         model: compiled and built, with a DistributedOptimizer; its optimizer is kept with it.
-        optimizer: another one than the model's.
-        values: more models and optimizers, built as well, and of what has `state_dict()` and `load_state_dict()`; and
+        optimizer: the optimizer, if it is not the model's own.
+        values: more models and optimizers, built as well; objects with `state_dict()` and `load_state_dict()`; and
             plain values. They are attributes of this object. What was made with the optimizer's balancer is kept
-            without being named, also where it is made after this state; with a `DistributedGradientTape`, name its
+            without being named, even if it is made after this state; with a `DistributedGradientTape`, name its
             balancer.
 
     Raises:
-        TypeError: `model` or `optimizer` is none.
+        TypeError: `model` is no keras.Model, or `optimizer` is no Keras optimizer.
         ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known. Of a
             subclass of keras.Model, a call on a batch makes them: `model(x[:1])`.
     """
@@ -90,11 +90,11 @@ class KerasState(JobState):
 
         Keeps `epoch` and `batch` of this state, which have to be among its values, before it calls the `callbacks`. Of
         an epoch that was begun before there is its rest: Keras has one length for all epochs of a fit, so that is a fit
-        of its own, but for the callbacks and the optimizer, which see one fit of whole epochs.
+        of its own, except the callbacks and the optimizer, which see one fit of whole epochs.
 
         Args:
             x: an `hvd.BalancedDataset`.
-            arguments: of `model.fit`, but for `initial_epoch` and `steps_per_epoch`.
+            arguments: of `model.fit`, except `initial_epoch` and `steps_per_epoch`.
         """
         for name in ("initial_epoch", "steps_per_epoch"):
             if name in arguments:

@@ -18,14 +18,14 @@ from .untuned import UntunedDataset
 class EvaluationDataset(UntunedDataset):
     """Every sample on one rank: as many on each as its share says, in their order.
 
-    For `validation_data`: `MetricAverageCallback` then makes the metrics those of all samples; and for `predict`, whose
-    results are, one rank's after the other's, in the order of the samples. What `evaluate` returns is of this rank's
-    samples alone. Ranks may have different numbers of batches, since nothing is exchanged.
+    For `validation_data`, where `MetricAverageCallback` then makes the metrics those of all samples; and for `predict`:
+    the results of all ranks, in the order of the ranks, are in the order of the samples. What `evaluate` returns is of
+    this rank's samples alone. Ranks may have different numbers of batches, since nothing is exchanged.
 
     Args:
         x, y, sample_weight: as of `BalancedDataset`.
-        balancer: says the shares, and by them the size of a batch.
-        options: of a `keras.utils.PyDataset`: `workers` and so on, but for a tf.data.Dataset, which one thread reads.
+        balancer: says the shares, and with them the size of a batch.
+        options: of a `keras.utils.PyDataset`, such as `workers`; not for a tf.data.Dataset, which one thread reads.
     """
 
     def __init__(

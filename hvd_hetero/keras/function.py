@@ -108,15 +108,15 @@ def broadcast_variables(
 ) -> None:
     """Overwrites Keras variables (of a model, or `optimizer.variables`) on all ranks with those of `root_rank`.
 
-    A collective call, with variables of the same number, shapes and types on all ranks. In a `tf.function` it is one
-    each time that the function runs, where it stands among what the function does with these variables.
+    A collective call, with variables of the same number, shapes and types on all ranks. In a `tf.function` it is
+    made at each run, in order with what else the function does with these variables.
 
     Args:
         inplace: Horovod's; of no effect.
 
     Raises:
         ValueError: on every rank, where these differ, as those of different optimizers do. In a `tf.function`, an error
-            of TensorFlow's with these words.
+            of TensorFlow's with this text.
     """
     chosen = list(variables.values() if isinstance(variables, Mapping) else variables)
     if _FORM.tracing():

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.optimizers.meter import WallClock
+from hvd_hetero.engine.stopwatch import WallClock
 
 from .layout import BucketLayout, Spec, Step
 from .traces_tensorflow import TRACES

@@ -9,8 +9,7 @@ import keras
 import torch
 
 from hvd_hetero.codecs.torch_verbs import VERBS
-from hvd_hetero.engine.stopwatch import CudaStopwatch
-from hvd_hetero.optimizers.meter import Stopwatch, WallClock
+from hvd_hetero.engine.stopwatch import Stopwatch, stopwatch_of
 from hvd_hetero.policy.buckets import WIRE
 
 from .layout import Spec, Step
@@ -125,5 +124,4 @@ def scaled_into(bucket: torch.Tensor, flat: torch.Tensor, weight: float) -> None
 
 def stopwatch() -> Stopwatch:
     """The stopwatch that measures compute time on the device on which Keras computes."""
-    device = zeros(0, "float32").device
-    return CudaStopwatch(device) if device.type == "cuda" else WallClock()
+    return stopwatch_of(zeros(0, "float32").device)

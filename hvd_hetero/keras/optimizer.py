@@ -10,6 +10,7 @@ import keras
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.codec_spec import LinkCodecs
+from hvd_hetero.optimizers.compression import Compression
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.routing import Routing, arguments_heard
@@ -18,7 +19,6 @@ from hvd_hetero.policy.topology import Topology
 from . import backend
 from .accumulation import begin_anew
 from .argument import check_unused, op_of
-from .compression import Compression
 from .factor import PLACE, RateFactor
 from .reducer import GradientReducer
 from .subclass import distributed_class

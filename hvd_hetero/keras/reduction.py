@@ -8,10 +8,10 @@ import keras
 import numpy as np
 
 from hvd_hetero.engine.port import Engine, rotating_name
+from hvd_hetero.optimizers.compression import Compression
 
 from . import backend
 from .argument import op_of
-from .compression import Compression
 
 _WORDS = {"Average": "sum", "Sum": "sum", "Min": "min", "Max": "max"}
 

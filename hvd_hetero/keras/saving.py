@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from .compression import Compression
+from hvd_hetero.optimizers.compression import Compression
+
 from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
 

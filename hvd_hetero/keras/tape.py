@@ -7,11 +7,11 @@ from collections.abc import Hashable
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.compression import Compression
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
 from .argument import check_unused
-from .compression import Compression
 from .optimizer import make_reducer, weights_of
 from .reducer import GradientReducer
 

@@ -27,6 +27,10 @@ from .speed import SpeedModel
 
 SYNCHRONOUS, LOCAL = "synchronous", "local"
 
+# Thresholds between the strategies: by which fraction synchronous training is slower than local SGD.
+NEAR = 0.05   # it is chosen if it is slower by at most this
+LEAVE = 0.15  # it is left if it is slower by more than this
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -43,19 +47,6 @@ class Prediction:
         if not (math.isfinite(self.samples_per_s) and self.samples_per_s > 0.0 and self.period_s > 0.0):
             raise ValueError("samples_per_s and period_s: expected numbers above 0. "
                              f"Received: {self.samples_per_s} and {self.period_s}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyRule:
-    """The thresholds between the strategies, as fractions of the faster one's samples per second."""
-
-    near: float = 0.05      # synchronous training is chosen if it is slower by at most this fraction
-    leave: float = 0.15     # synchronous training is left if it is slower by more than this fraction
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.near <= self.leave < 1.0:
-            raise ValueError("near and leave: expected 0 <= near <= leave < 1. "
-                             f"Received: {self.near} and {self.leave}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +107,14 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     return Prediction(strategy=LOCAL, samples_per_s=min(rate * busy, most), period_s=round_s, round_lengths=steps)
 
 
-def choose_strategy(synchronous: Prediction, local: Prediction, *, current: str | None = None,
-                    rule: StrategyRule | None = None) -> StrategyChoice:
+def choose_strategy(synchronous: Prediction, local: Prediction, *, current: str | None = None) -> StrategyChoice:
     """Chooses the strategy to train with.
 
     Args:
         synchronous: prediction for synchronous training.
         local: prediction for local SGD.
         current: the present strategy; None before the first choice.
-        rule: the thresholds; None: the defaults.
     """
-    rule = rule or StrategyRule()
     if (synchronous.strategy, local.strategy) != (SYNCHRONOUS, LOCAL):
         raise ValueError("synchronous and local: expected a prediction of each, in this order. "
                          f"Received: {synchronous.strategy} and {local.strategy}.")
@@ -136,11 +124,11 @@ def choose_strategy(synchronous: Prediction, local: Prediction, *, current: str 
     rates = f"{synchronous.samples_per_s:.4g} samples/s synchronous, {local.samples_per_s:.4g} local"
     if behind == 0.0:
         return StrategyChoice(strategy=SYNCHRONOUS, reason=f"{rates}: nothing is faster than exact steps")
-    if behind <= rule.near:
+    if behind <= NEAR:
         return StrategyChoice(strategy=SYNCHRONOUS, reason=f"{rates}: exact steps are only {behind:.1%} slower")
-    if behind > rule.leave or current is None:
+    if behind > LEAVE or current is None:
         return StrategyChoice(strategy=LOCAL, reason=f"{rates}: synchronous is {behind:.1%} slower")
-    between = f"{behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes"
+    between = f"{behind:.1%} slower, between {NEAR:.0%} and {LEAVE:.0%} nothing changes"
     return StrategyChoice(strategy=current, reason=f"{rates}: {between}")
 
 

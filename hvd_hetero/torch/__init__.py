@@ -71,7 +71,7 @@ from horovod.torch import (  # noqa: F401  # modules, for who names them
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
 from hvd_hetero.engine.shared_sets import add_process_set, remove_process_set
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.parameter_guard import DivergedError

@@ -25,8 +25,8 @@ class Balancer(framework_free.Balancer):
     Constructing it is a collective call.
 
     Args:
-        global_batch_size: samples of one optimizer step over all ranks; it never changes, so neither does what is
-            learned, nor the right learning rate.
+        global_batch_size: samples of one optimizer step over all ranks; it never changes, so what is learned and the
+            right learning rate do not change either.
         min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
         quantum: this rank's share is a multiple of it.
         max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
@@ -71,9 +71,9 @@ class Balancer(framework_free.Balancer):
         )
 
     def mean(self, value: Any) -> Any:
-        """The mean of `value` over the loss terms of all ranks in this batch, `value` being this rank's mean over its
-        own: a loss or a metric to be shown; NaN where no rank has any. A collective call, between one batch of training
-        and the next: for a validation, whose batches are others, add sums up and exchange them once.
+        """The mean of `value` over the loss terms of all ranks in this batch; `value` is this rank's mean over its own
+        terms, of a loss or a metric to be shown. NaN if no rank has any. A collective call, to be made between two
+        batches of training. For a validation, which has other batches, sum up on each rank and all-reduce once.
 
         Horovod's `allreduce` counts every rank alike, which is no mean over samples where shares differ. What a rank
         without a sample gives counts for nothing, NaN included.

@@ -50,11 +50,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         length: samples in the dataset, the same on all ranks.
         shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
         lookahead: batches that may be dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`.
-            A new plan holds from the first batch on that no rank has dealt yet.
+            A new plan takes effect at the first batch that no rank has dealt yet.
         checksum: of the data, for ranks to compare; 0 if they need not.
 
     With a `DataLoader` of your own, begin each batch with `balancer.begin(sampler.used())`. Where `used()` is 0, this
-    rank has no sample in a short last batch: the batch then holds one that is another rank's, to be cut off.
+    rank has no sample in a short last batch: the batch then holds one of another rank's, to be cut off.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Checkpoint(checkpoint.Checkpoint):
                 checkpoint.step()
 
     A job that goes on from it on the same ranks, with fixed shares, computes what it would have computed uninterrupted,
-    bit for bit (but for random numbers drawn by the workers of a loader, which begin anew). On other hardware, or
+    bit for bit (except for random numbers drawn by the workers of a loader, which start afresh). On other hardware, or
     another number of ranks, it goes on with the same samples and the same model.
 
     When a rank is told to end (SIGTERM), all ranks save at the same step and end with exit status 75; in an elastic job

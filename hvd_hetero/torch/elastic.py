@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState, has_state
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 
 from . import content
 from .function import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, keep_types, shutdown
@@ -32,10 +32,10 @@ class TorchState(JobState):
 
     Args:
         model, optimizer: of this job.
-        values: more of them, whatever has `state_dict()` and `load_state_dict()` (schedulers, loaders), and plain
-            values (`epoch=0`). They are attributes of this object. What was made with the optimizer's balancer is kept
-            without being named, also where it is made after this state. Samplers without a state, datasets and loaders
-            stay each rank's own.
+        values: whatever else has `state_dict()` and `load_state_dict()` (more models and optimizers, schedulers,
+            loaders), and plain values (`epoch=0`). They are attributes of this object. What was made with the
+            optimizer's balancer is kept without being named, even if it is made after this state. Samplers without a
+            state, datasets and loaders stay each rank's own.
 
     Raises:
         TypeError: `model` or `optimizer` has no `state_dict()`.

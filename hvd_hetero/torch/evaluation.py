@@ -32,10 +32,10 @@ class EvaluationDataLoader:
     With a local strategy, all ranks call `optimizer.merge()` before it.
 
     Args:
-        dataset: all of it on every rank, in the same order; of an `IterableDataset` every rank reads all, in as many
-            loading processes: with another `num_workers` on a rank, samples would be evaluated twice or never.
-        balancer: says the shares, and by them the size of a batch.
-        arguments: of `torch.utils.data.DataLoader`, but for `batch_size`, `shuffle`, `sampler` and `batch_sampler`.
+        dataset: all of it on every rank, in the same order. Every rank reads all of an `IterableDataset`, with the same
+            `num_workers` on all ranks: otherwise samples would be evaluated twice or never.
+        balancer: says the shares, and with them the size of a batch.
+        arguments: of `torch.utils.data.DataLoader`, except `batch_size`, `shuffle`, `sampler` and `batch_sampler`.
     """
 
     def __init__(self, dataset: Dataset[Any], *, balancer: Balancer, **arguments: Any) -> None:

@@ -160,7 +160,7 @@ class NumberedFeed:
 
     Args:
         sampler: deals them.
-        arguments: of `DataLoader`, but for those that the sampler replaces.
+        arguments: of `DataLoader`, except those that the sampler replaces.
     """
 
     def __init__(self, dataset: Any, *, sampler: BalancedBatchSampler, seed: int, arguments: dict[str, Any]) -> None:

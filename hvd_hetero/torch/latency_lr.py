@@ -19,10 +19,10 @@ UNSEEN_STEPS = 10  # an error is raised once so many steps in a row were made wi
 class LatencyAwareLR:
     """Multiplies the learning rate by one factor for all ranks, during each update and only then.
 
-    The factor makes up for the effective batch (the samples that ranks really put into a step) being another than the
-    one that the learning rate was tuned for, and for staleness. It is 1 and stays 1 while the global batch is
-    `base_batch_size`, however the balancer shares it out. What you or a scheduler write to `group["lr"]` is never
-    overwritten, so every `torch.optim.lr_scheduler` works on top, made before or after.
+    The factor adapts the learning rate to the effective batch (the number of samples that really enter a step), if that
+    is not the one that it was tuned for, and to staleness. It stays 1 while the global batch is `base_batch_size`,
+    whatever the shares. What you or a scheduler write to `group["lr"]` is never overwritten, so every
+    `torch.optim.lr_scheduler` works on top, made before or after.
 
         optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
         latency_lr = hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=256, warmup_steps=500)
@@ -32,14 +32,14 @@ class LatencyAwareLR:
 
     Args:
         optimizer: the one that `hvd.DistributedOptimizer(optimizer, balancer=balancer)` returned, or will wrap.
-        balancer: says how many samples entered, and how stale they are.
+        balancer: knows how many samples entered a step, and how stale they are.
         rule: how the factor follows S, the effective batch over the base batch. "linear": S. "sqrt": its root.
             "adascale": a gain between 1 and S, from the gradient's noise, which it measures in synchronous steps (at
             least two ranks have to have samples). "auto": "sqrt" for Adam and its kin, "linear" for SGD. Or a function
             from S to the factor, with the same bits on all ranks.
         base_batch_size: the samples of the batch that the learning rate was tuned for (default: the global batch).
         warmup_steps: a factor above 1 starts at 1, and is reached after so many steps.
-        ramp_steps: so many steps it takes to another factor, when the effective batch has changed for good.
+        ramp_steps: the number of steps in which the factor moves to another value.
 
     Raises:
         ValueError, TypeError: on every rank, when arguments are wrong on one, or differ.

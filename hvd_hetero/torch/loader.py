@@ -102,12 +102,12 @@ def _progress_bar() -> Any:
 class BalancedDataLoader:
     """Batches of a dataset, each as large as this rank's share at that moment.
 
-    Takes what `torch.utils.data.DataLoader` takes, but for `batch_size`, `sampler` and `batch_sampler`, which are the
+    Takes what `torch.utils.data.DataLoader` takes, except `batch_size`, `sampler` and `batch_sampler`, which are the
     balancer's. Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on
     one rank, the others raise `PeerError` in the same step. Constructing one is a collective call.
 
-    With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
-    A loop in `torch.no_grad()` that trains on nothing, as that of `update_bn`, uses up no epoch.
+    With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a new plan takes effect that
+    much later. A loop under `torch.no_grad()` that trains on nothing, as in `update_bn`, uses up no epoch.
 
     Args:
         dataset: all of it on every rank, in the same order: map-style, or an `IterableDataset`, which every rank reads
@@ -115,17 +115,17 @@ class BalancedDataLoader:
         balancer: deals the shares, and is told the size of each batch.
         sharded: `dataset` is an `IterableDataset` of this rank's own samples. It takes as many of them for a global
             batch as its share says, so that a fast rank uses up more; streams go on from one epoch to the next, and
-            are begun anew where they end.
+            start again where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        resumes: with `sharded`, how a rank that goes on from a checkpoint goes on in its stream. True: it reads what it
-            has used of the present pass, and drops it; "state": from what the stream's own `state_dict()` gave; False:
-            it begins it anew.
+        resumes: with `sharded`, how a rank that goes on from a checkpoint finds its place in its stream. True: it reads
+            what it has used of the present pass, and drops it. "state": by the stream's own `state_dict()`. False: it
+            starts the stream again.
         shuffle: whether each epoch has an order of its own (default: True for a map-style dataset; an `IterableDataset`
             shuffles by itself).
-        seed: of that order, and of what draws at random in loading processes.
+        seed: of that order, and of the random numbers in loading processes.
         drop_last: leaves out what does not fill a global batch.
         num_workers, prefetch_factor: loading processes, and batches that each loads ahead, as of `DataLoader`. Ranks
-            may have unlike numbers, except of an `IterableDataset` that all read.
+            may have different numbers, except for an `IterableDataset` that all read.
         progress: shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
 
     Raises:

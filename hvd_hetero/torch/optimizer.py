@@ -63,8 +63,8 @@ def DistributedOptimizer(
     A topology, or one of our codecs as `compression`, works with a balancer and without; without one, every rank's
     gradient counts alike, as in Horovod, and is there when `backward()` returns.
 
-    It has Horovod's `synchronize()` and `skip_synchronize()`. And `merge(model=None)`, a collective call, with a local
-    strategy brings the models of all ranks to one, in which every step counts once; of `model` the buffers too.
+    It has Horovod's `synchronize()` and `skip_synchronize()`. With a local strategy, `merge(model=None)`, a collective
+    call, brings the models of all ranks to one, in which every step counts once; with `model`, its buffers too.
 
     Args:
         optimizer: the optimizer of the script; the returned one shares its state and its parameter groups.
@@ -72,10 +72,10 @@ def DistributedOptimizer(
             checked: every parameter of the optimizer has one of its own.
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
         backward_passes_per_step: calls of `backward()` for each `step()`.
-        op: `hvd.Average` or `hvd.Sum`; others without a balancer, a topology or a codec of ours only.
+        op: `hvd.Average` or `hvd.Sum`; others only without a balancer, a topology and a codec of ours.
         gradient_predivide_factor: gradients are divided by it before the sum over the ranks, and multiplied after it.
-        num_groups, groups: gradients that travel in one operation, instead of by size: so many groups of parameters,
-            or lists of them.
+        num_groups, groups: which gradients travel in one operation, instead of buckets by size: the number of groups,
+            or lists of parameters.
         sparse_as_dense: sums sparse gradients as dense ones. Otherwise, with a balancer, a topology or a codec of ours,
             only the rows that a batch has touched travel, gathered from all ranks and without a codec; the first
             gradient of a parameter travels dense.
@@ -84,10 +84,10 @@ def DistributedOptimizer(
         topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader":
             within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is
             fastest when measured, for each bucket. A `Topology`: its nodes instead of those that are found; in an
-            elastic job, "auto" while the number of ranks is another than its. Where nodes have several ranks, all but
-            "flat" need `hvd.init(process_sets="dynamic")`.
-        strategy: "synchronous": ranks wait for each other in each step, as ever. "local", or a `hvd.LocalSGD(...)` for
-            its numbers: each rank takes its steps by itself and what it has done is merged now and then, so that a rank
+            elastic job, as "auto" while the number of ranks is not that of the topology. Where nodes have several
+            ranks, all but "flat" need `hvd.init(process_sets="dynamic")`.
+        strategy: "synchronous": ranks wait for each other in each step. "local", or an `hvd.LocalSGD(...)` with its
+            settings: each rank takes steps of its own, and what it has learned is merged now and then, so that a rank
             that is slow, stalls, or sits behind a slow link holds nobody up. Call `optimizer.merge()` before the job
             ends, and before saving or evaluating: then all ranks hold one model, and nothing is lost. "auto":
             synchronous, and local while that is clearly faster, as measured; `balancer.plan` says which, and why.
@@ -96,7 +96,7 @@ def DistributedOptimizer(
 
     Raises:
         ValueError, TypeError: on every rank, when arguments are wrong on any rank, or differ between ranks. With no
-            balancer, topology, codec of ours or local strategy: on the rank that passed them, as Horovod's raises.
+            balancer, topology, codec of ours or local strategy: only on the rank that passed them, as with Horovod.
     """
     # Imported here, as these import torch's compiler, which takes as long as torch itself. Making an optimizer has
     # imported it already; a process that only loads data is spared it.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.progress import BatchProgress
 

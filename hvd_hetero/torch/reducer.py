@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hvd_hetero.engine.stopwatch import stopwatch_of
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.local_sgd import LocalSGD
@@ -30,7 +31,6 @@ from .loss import mean_over_ranks
 from .parameter_store import ParameterStore
 from .phases import StepPhases
 from .step import ReducedStep
-from .stopwatch import stopwatch_of
 
 MOVED = (
     "Expected parameters that stay where they are, and of their type, from one backward() to the next of a step. "

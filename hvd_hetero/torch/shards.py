@@ -102,7 +102,7 @@ class ShardFeed:
 
     Args:
         workers: loading processes; 0: this process loads itself.
-        arguments: of `DataLoader`, but for those that say how samples become batches.
+        arguments: of `DataLoader`, except those that say how samples become batches.
     """
 
     def __init__(

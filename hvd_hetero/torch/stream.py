@@ -205,7 +205,7 @@ def reading(reader: Any, sampler: StreamSampler, arguments: dict[str, Any]) -> D
 
     Args:
         reader: indexed with an `Order`, it gives a `Read`. Each loading process has a copy.
-        arguments: of `DataLoader`, but for those that say how samples become batches.
+        arguments: of `DataLoader`, except those that say how samples become batches.
     """
     arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), WRAPPED)
     return DataLoader(reader, batch_size=None, sampler=_Orders(sampler), collate_fn=_as_it_is, **arguments)
@@ -219,7 +219,7 @@ class StreamFeed:
 
     Args:
         workers: loading processes; 0: this process loads itself.
-        arguments: of `DataLoader`, but for those that say how samples become batches.
+        arguments: of `DataLoader`, except those that say how samples become batches.
     """
 
     def __init__(

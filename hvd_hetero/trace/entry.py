@@ -112,7 +112,7 @@ def event_of(entry: dict[str, Any]) -> Event:
 def steps_of(fields: Sequence[str], lines: Sequence[str]) -> Table:
     """Makes a table of steps, with the dtype `STEPS`, from `lines`, each an array of the values of `fields`.
 
-    Fields that the file lacks, numbers not finite or above `LARGEST`, and those below 0 (but for `t_s`) are 0.
+    Fields that the file lacks, numbers not finite or above `LARGEST`, and those below 0 (except `t_s`) are 0.
     """
     text = f"[{','.join(lines)}]"
     if '"' in text:  # which numpy would read as numbers
