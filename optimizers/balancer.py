@@ -406,7 +406,8 @@ class Balancer:
         if state["global_batch_size"] != self.global_batch_size:
             raise ValueError(
                 f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "
-                f"{state['global_batch_size']}."
+                f"{state['global_batch_size']}. A job that goes on keeps its global batch, on other ranks as well: "
+                "let it be a constant, and no multiple of hvd.size()."
             )
         self.step = int(state["step"])
         self.dialogue.restart()
