@@ -308,8 +308,8 @@ def test_what_takes_the_place_of_another_argument_is_named():
     for wrong in (torch.ones(3), None, [1.0]):
         raises(TypeError, "terms: expected a number, or an array of one element. Received: ",
                lambda wrong=wrong: balancer.count(wrong))
-    raises(TypeError, "eps: expected a number. Received: a balancer", lambda: hvd.SyncBatchNorm(2, balancer))
-    raises(TypeError, "process_set: expected an hvd.ProcessSet",
+    raises(TypeError, "eps: expected none. Received: a balancer", lambda: hvd.SyncBatchNorm(2, balancer))
+    raises(TypeError, "process_set: expected none. Received: a balancer",
            lambda: hvd.SyncBatchNorm.convert_sync_batchnorm(model, balancer))
     raises(TypeError, "module: expected a torch.nn.Module. Received: None",
            lambda: hvd.SyncBatchNorm.convert_sync_batchnorm(None))

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.engine.process_set import check_process_set
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.row_sum import RowSum
 
@@ -26,6 +25,13 @@ def _check_whole(balancer: Balancer) -> None:
             f"once. Received: max_micro_batch={caps}, where a share may be larger. Give max_share instead, or use a "
             "normalisation within samples (GroupNorm, LayerNorm)."
         )
+
+
+def _check_no_balancer(**arguments: Any) -> None:
+    """Raises TypeError, naming the argument, for a balancer in the place of another argument."""
+    for name, value in arguments.items():
+        if isinstance(value, Balancer):
+            raise TypeError(f"{name}: expected none. Received: a balancer. Pass it by its name: balancer=balancer.")
 
 
 _FORWARDS = {_BatchNorm.forward, torch.nn.SyncBatchNorm.forward}
@@ -45,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
             the statistics, and what flows back through them to its rows is left out.
 
     Raises:
-        TypeError: `balancer` is not a balancer, or `process_set` no process set.
+        TypeError: `balancer` is not a balancer, or another argument is one.
         RuntimeError: in training, on all ranks, where a rank of `balancer` may have several micro-batches.
     """
 
@@ -61,10 +67,7 @@ class SyncBatchNorm(_BatchNorm):
         balancer: Balancer | None = None,
         engine: Engine | None = None,
     ) -> None:
-        if isinstance(eps, Balancer):
-            raise TypeError("eps: expected a number. Received: a balancer. Pass it by its name: balancer=balancer.")
-        if process_set is not None:
-            check_process_set(process_set)
+        _check_no_balancer(eps=eps, process_set=process_set)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         if balancer is not None:
             check_balancer(balancer)
@@ -135,8 +138,7 @@ class SyncBatchNorm(_BatchNorm):
         """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module: expected a torch.nn.Module. Received: {module!r}.")
-        if process_set is not None:
-            check_process_set(process_set)
+        _check_no_balancer(process_set=process_set)
         for each in module.modules():
             if isinstance(each, _BatchNorm) and not isinstance(each, cls) and type(each).forward not in _FORWARDS:
                 raise TypeError(
