@@ -17,6 +17,16 @@ def check_whole(name: str, value: Any, *, least: int, optional: bool = False) ->
         raise ValueError(f"{name}: expected {wanted}. Received: {value!r}.")
 
 
+def number_of(name: str, value: Any) -> float:
+    """A number, or the one element of an array or tensor, as a float. Raises TypeError, naming the argument, for
+    anything else, as an array of several."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        of = f"a {type(value).__name__} of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+        raise TypeError(f"{name}: expected a number, or an array of one element. Received: {of}.") from error
+
+
 def check_integer(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is an integer."""
     if not isinstance(value, Integral) or isinstance(value, bool):

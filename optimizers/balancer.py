@@ -15,7 +15,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from .accumulated_gradients import AccumulatedGradients
 from .agreement import BalancerArguments, agree, without_stale_shares
-from .argument import check_state, check_whole
+from .argument import check_state, check_whole, number_of
 from .attachment import Exchanges
 from .batch_order import BatchOrder
 from .count_warnings import CountWarnings
@@ -283,9 +283,10 @@ class Balancer:
         Needed only when that is not the number of samples: unmasked tokens, for instance.
 
         Raises:
+            TypeError: `terms` is no number.
             ValueError: `terms` is negative or not finite.
         """
-        terms = float(terms)
+        terms = number_of("terms", terms)
         if not 0 <= terms < float("inf"):
             raise ValueError(f"terms: expected a number of loss terms, 0 or more. Received: {terms}.")
         self.count_warnings.said(terms, self.progress.backward_passes)
@@ -405,7 +406,8 @@ class Balancer:
         if state["global_batch_size"] != self.global_batch_size:
             raise ValueError(
                 f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "
-                f"{state['global_batch_size']}."
+                f"{state['global_batch_size']}. A job that goes on keeps its global batch, on other ranks as well: "
+                "let it be a constant, and no multiple of hvd.size()."
             )
         self.step = int(state["step"])
         self.dialogue.restart()

@@ -242,7 +242,10 @@ class ShareSampler:
         for name in ("length", "seed", "global_batch_size"):
             expected = getattr(self.dealer, name)
             if state[name] != expected:
-                raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
+                raise ValueError(
+                    f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}. Its place is "
+                    "one in the same data, in the same order and batches."
+                )
         with self._lock:
             self.dealer.epoch, self.position, self._resumed = state["epoch"], state["position"], True
             self.loaded += 1

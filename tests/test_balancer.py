@@ -125,6 +125,18 @@ def test_a_saved_state_goes_on_with_the_plan_and_on_other_ranks_with_a_first_one
     assert sum(other[0][0].plan.shares) == WHOLE and len(other[0][0].plan.shares) == 3
 
 
+def test_a_job_whose_global_batch_follows_the_number_of_ranks_hears_that_it_is_a_constant():
+    def program(engine, state=None):
+        balancer = Balancer(engine, global_batch_size=4 * engine.size)
+        if state is not None:
+            with pytest.raises(ValueError, match=r"global batch 12. Received: one of 8. .*no multiple of hvd.size\(\)"):
+                balancer.load_state_dict(state)
+        return balancer.state_dict()
+
+    state = World(2).run(program)[0]
+    World(3).run(lambda engine: program(engine, state))
+
+
 def test_a_resumed_balancer_stands_on_the_rungs_of_its_plan():
     def program(engine):
         first = Balancer(engine, global_batch_size=8, min_share=0, shares=(7, 1, 0))

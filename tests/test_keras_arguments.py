@@ -117,6 +117,16 @@ def test_what_is_no_array_is_told_apart():
     assert array_to_send([1, 2]).tolist() == [1, 2] and array_to_send("text") == "text"
 
 
+def test_what_is_no_variable_is_told_before_it_is_sent():
+    """On every rank: the root has nothing to assign to."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    for wrong, text in ((model, "a Sequential"), (model.get_weights(), "a ndarray"), ({"rate": 0.1}, "a float")):
+        raises(TypeError, f"variables: expected Keras variables.* Received: {text}",
+               lambda wrong=wrong: hvd.broadcast_variables(wrong, root_rank=0))
+    if keras.backend.backend() == "tensorflow":
+        raises(TypeError, "gradtape: expected a tf.GradientTape", lambda: hvd.DistributedGradientTape(model))
+
+
 def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
     sgd = keras.optimizers.SGD
     balancer = hvd.Balancer(4, engine=SoloEngine())

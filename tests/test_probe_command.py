@@ -103,6 +103,16 @@ def test_what_is_wrong_is_said_and_the_exit_status_tells(words, code, message, s
     assert message in capsys.readouterr().err
 
 
+def test_ranks_that_do_not_come_together_are_an_error_without_a_traceback(solo, capsys, monkeypatch):
+    def start():
+        raise RuntimeError("Expected 2 ranks, which HOROVOD_SIZE says were started.")
+
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setattr("hvd_hetero.engine.binding.start", start)
+    assert main(["probe"]) == 1
+    assert capsys.readouterr().err.startswith("hvd-hetero probe: Expected 2 ranks")
+
+
 def test_without_a_framework_it_says_what_to_do(solo, capsys, monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     monkeypatch.setitem(__import__("sys").modules, "hvd_hetero.engine.binding", None)

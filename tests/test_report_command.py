@@ -417,6 +417,8 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     (["plan", "{run}", "--speeds", "1,2"], 2, "Received: both"),
     (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 2, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 2, "--speeds: expected samples per second"),
+    (["plan", "--speeds", "1e308,1e-308", "--global-batch-size", "64"], 2, "--speeds: expected samples per second"),
+    (["plan", "--speeds", "800,nan", "--global-batch-size", "64"], 2, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,320"], 2, "--speeds: expected --global-batch-size N with it"),
     (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 2, "--global-batch-size: expected a number from"),
     (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 2, "--global-batch-size or --max-share"),

@@ -289,7 +289,8 @@ def test_places_of_an_order_have_numbers_of_their_own(shuffle):
 def test_a_state_of_another_order_is_refused_and_changes_nothing(name):
     _, sampler, _ = make(SoloEngine(), 3 * WHOLE)
     state = {**sampler.state_dict(), "epoch": 4, "position": 2}
-    with pytest.raises(ValueError, match=f"a sampler with {name} {state[name]}. Received: {state[name] + 1}"):
+    words = f"a sampler with {name} {state[name]}. Received: {state[name] + 1}. Its place is one in the same data"
+    with pytest.raises(ValueError, match=words):
         sampler.load_state_dict({**state, name: state[name] + 1})
     assert (sampler.epoch, sampler.position) == (0, 0)
     sampler.rewind()

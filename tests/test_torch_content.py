@@ -98,3 +98,20 @@ def test_what_can_be_saved_and_not_cloned_is_kept_all_the_same(tmp_path):
 
     found = World(1).run(program)[0]
     assert type(found) is Whole and found.as_subclass(torch.Tensor).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    """PyTorch takes that of AdamW for SGD, whose next step raises a KeyError."""
+    model = torch.nn.Linear(2, 1)
+
+    def program(engine, kind):
+        state = TorchState(model, kind(model.parameters(), lr=0.1))
+        state.codec_states = list
+        checkpoint = Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None)
+        if not checkpoint.restore():
+            checkpoint.save()
+
+    for kind in (torch.optim.AdamW, torch.optim.AdamW):
+        World(1).run(lambda engine, kind=kind: program(engine, kind))
+    with pytest.raises(CheckpointError, match="an optimizer with .*momentum.* as SGD.* Received: one with .*betas"):
+        World(1).run(lambda engine: program(engine, torch.optim.SGD))

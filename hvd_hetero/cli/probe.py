@@ -186,6 +186,8 @@ def command(arguments: argparse.Namespace) -> int:
                 f"expected PyTorch and a Horovod built for it. Received: {error}.\n"
                 "  What to do: install torch, run `hvd-hetero build-horovod`; `hvd-hetero doctor` says more."
             ) from error
+        except (RuntimeError, ValueError) as error:  # ranks that do not come together, or a wrong variable
+            raise CommandError(str(error)) from error
     else:
         engine = SoloEngine()
     found = _found(engine, arguments)

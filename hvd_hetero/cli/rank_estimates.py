@@ -22,6 +22,7 @@ from hvd_hetero.trace.waiting import Timed, local_steps_of, timed
 FITTED_STEPS = 256  # a rank's speed is fitted to so many of its newest steps, because the speed of a machine drifts
 LEAST_STEPS = 5  # with fewer steps, a rank's speed, or the time of a step with given shares, counts as unknown
 LONGEST_EXCHANGE_MS = 1e9  # twelve days
+LEAST_RATE, LARGEST_RATE = 1e-9, 1e12  # samples per second of a rank that are plausible
 USUAL_VARIATION = 0.03  # relative standard deviation of a rank's compute time, assumed where only speeds are given
 
 
@@ -135,14 +136,17 @@ def estimates_from_speeds(speeds: str, *, exchange_ms: float) -> RankEstimates:
         exchange_ms: what the exchange of gradients adds to a step, in milliseconds.
 
     Raises:
-        UsageError: `speeds` are not numbers above 0, or `exchange_ms` is negative, too large or not a number.
+        UsageError: `speeds` are not numbers from `LEAST_RATE` to `LARGEST_RATE`, or `exchange_ms` is negative, too
+            large or not a number.
     """
     try:
         rates = [float(word) for word in speeds.split(",")]
-        models = tuple(SpeedModel(overhead_s=0.0, seconds_per_sample=1.0 / rate) for rate in rates)
-    except (ValueError, ZeroDivisionError) as error:
-        raise UsageError("--speeds: expected samples per second of each rank, above 0, as in 800,800,320. Received: "
-                         f"{speeds}.") from error
+    except ValueError:
+        rates = []
+    if not rates or not all(LEAST_RATE <= rate <= LARGEST_RATE for rate in rates):
+        raise UsageError(f"--speeds: expected samples per second of each rank, from {LEAST_RATE:g} to "
+                         f"{LARGEST_RATE:g}, as in 800,800,320. Received: {speeds}.")
+    models = tuple(SpeedModel(overhead_s=0.0, seconds_per_sample=1.0 / rate) for rate in rates)
     if not 0.0 <= exchange_ms <= LONGEST_EXCHANGE_MS:
         raise UsageError(f"--exchange-ms: expected 0 to {LONGEST_EXCHANGE_MS:g}. Received: {exchange_ms:g}.")
     count = len(models)

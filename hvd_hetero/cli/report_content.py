@@ -100,7 +100,9 @@ def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
         raise UsageError(f"--skip: expected 0 or more. Received: {skip}.")
     try:
         run = read(folder)
-    except (OSError, NewerFormatError) as error:
+    except NewerFormatError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
         raise CommandError(f"{error}\n  What to do: name the folder that hvd.Balancer(run=...) or HVD_HETERO_RUN "
                            "named, of one job.") from error
     if not any(len(rank.after(skip)) for rank in run.ranks.values()):

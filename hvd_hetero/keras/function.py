@@ -115,14 +115,27 @@ def broadcast_variables(
         inplace: Horovod's; of no effect.
 
     Raises:
+        TypeError: `variables` are none, as a model itself, or its weights as arrays.
         ValueError: on every rank, where these differ, as those of different optimizers do. In a `tf.function`, an error
             of TensorFlow's with this text.
     """
-    chosen = list(variables.values() if isinstance(variables, Mapping) else variables)
+    chosen = _chosen(variables)
     if _FORM.tracing():
         _FORM.afterwards(lambda _: _overwrite(chosen, root_rank, process_set), [*chosen, _FORM.turn()], 0.0)
     else:
         _overwrite(chosen, root_rank, process_set)
+
+
+def _chosen(variables: Any) -> list[Any]:
+    given: Any = variables.values() if isinstance(variables, Mapping) else variables
+    chosen = list(given) if isinstance(given, Iterable) else [given]
+    for one in chosen:
+        if not (hasattr(one, "assign") and hasattr(one, "shape")):
+            raise TypeError(
+                "variables: expected Keras variables, as model.variables or optimizer.variables. Received: a "
+                f"{type(one).__name__}. For a value there is hvd.broadcast."
+            )
+    return chosen
 
 
 def _overwrite(chosen: list[Any], root_rank: int, process_set: Any) -> None:

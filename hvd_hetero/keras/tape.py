@@ -93,6 +93,8 @@ class DistributedGradientTape:
                 f'DistributedGradientTape: expected the back end "tensorflow" of Keras. Received: "{backend.NAME}". '
                 "Use hvd.DistributedOptimizer."
             )
+        if not hasattr(gradtape, "gradient"):
+            raise TypeError(f"gradtape: expected a tf.GradientTape. Received: {gradtape!r}.")
         check_unused(device_dense=device_dense, device_sparse=device_sparse)
         self._tape = gradtape
         self._reducer = _SERIES.reducer(

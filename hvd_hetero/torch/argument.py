@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -58,6 +58,22 @@ def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError for an `optimizer=` that is none, as a model."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
+
+
+def check_broadcast(params: Any) -> None:
+    """Raises TypeError for `params` of a broadcast that are no tensors, as a model by itself, or an optimizer's state.
+    """
+    values = params.values() if isinstance(params, Mapping) else params
+    wrong = None if isinstance(values, Iterable) else f"a {type(values).__name__}"
+    for each in () if wrong else values:
+        value = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+        if not isinstance(value, torch.Tensor):
+            wrong = f"a {type(value).__name__} among them"
+    if wrong:
+        raise TypeError(
+            "params: expected tensors, as of model.state_dict(), model.named_parameters() or model.parameters(). "
+            f"Received: {wrong}. For an optimizer there is hvd.broadcast_optimizer_state."
+        )
 
 
 def check_named_parameters(named: Any) -> None:

@@ -86,8 +86,16 @@ class TorchState(JobState):
             super()._sync_part(part, root)
 
     def _restore_part(self, part: Any, kept: Any) -> None:
+        groups = [set(group) for group in part.param_groups] if isinstance(part, torch.optim.Optimizer) else []
         super()._restore_part(part, kept)
         if isinstance(part, torch.optim.Optimizer):
+            # PyTorch loads what an optimizer of another class has saved as well, and the next step fails.
+            lost = set().union(*(had - set(group) for had, group in zip(groups, part.param_groups, strict=False)))
+            if lost := lost & set(part.defaults):
+                raise ValueError(
+                    f"Expected the state of an optimizer with {', '.join(sorted(lost))}, as {type(part).__name__}. "
+                    f"Received: one with {', '.join(sorted(set(part.param_groups[0]) - {'params'}))}."
+                )
             keep_types(part, kept)
 
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:

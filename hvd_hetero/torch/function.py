@@ -22,7 +22,7 @@ from hvd_hetero.engine.environment import waits_without_spinning
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.sleep import wait_until
 
-from .argument import check_optimizer
+from .argument import check_broadcast, check_optimizer
 from .plain import load_in_place
 
 _pickle: Any = horovod.torch.functions.cloudpickle
@@ -113,7 +113,12 @@ def broadcast_parameters(
     `parameters()`. What Horovod cannot send travels in another form: types such as bfloat16 and bool as bits, complex
     numbers as pairs, tensors that are not contiguous, such as the weights of a model in channels_last, as copies, and
     those that consist of several, such as sparse ones or 8-bit codes with their scales, as these.
+
+    Raises:
+        TypeError: `params` are no tensors, as a model itself, or the state of an optimizer.
     """
+    params = params if isinstance(params, Mapping) or not isinstance(params, Iterable) else list(params)
+    check_broadcast(params)
     pairs: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     given = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     named = [part for name, value in given for part in _parts(name, value)]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.argument import number_of
 
 
 def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str, of_none: float = 0.0) -> Any:
@@ -14,12 +15,12 @@ def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str, of_no
 
     A collective call. Returns a tensor of the same shape, type and device for a tensor, and a float for a number. For a
     tensor of integers or bools the type is torch's default, which holds a fraction. The value is `of_none` if no rank
-    has any term.
+    has any term. Raises TypeError for a tensor of several elements.
     """
     if loss is None:
         return None
     local = loss.detach() if isinstance(loss, torch.Tensor) else loss
-    value = float(local) * terms if terms else 0.0
+    value = number_of("value", local) * terms if terms else 0.0
     sums = engine.allreduce_async(torch.tensor([value, terms], dtype=torch.float64, device="cpu"), name=name).wait()
     mean = sums[0] / sums[1] if sums[1] else torch.full_like(sums[0], of_none)
     if not isinstance(loss, torch.Tensor):

@@ -27,6 +27,13 @@ def _check_whole(balancer: Balancer) -> None:
         )
 
 
+def _check_no_balancer(**arguments: Any) -> None:
+    """Raises TypeError, naming the argument, for a balancer in the place of another argument."""
+    for name, value in arguments.items():
+        if isinstance(value, Balancer):
+            raise TypeError(f"{name}: expected none. Received: a balancer. Pass it by its name: balancer=balancer.")
+
+
 _FORWARDS = {_BatchNorm.forward, torch.nn.SyncBatchNorm.forward}
 
 
@@ -44,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
             the statistics, and what flows back through them to its rows is left out.
 
     Raises:
-        TypeError: `balancer` is not a balancer.
+        TypeError: `balancer` is not a balancer, or another argument is one.
         RuntimeError: in training, on all ranks, where a rank of `balancer` may have several micro-batches.
     """
 
@@ -60,6 +67,7 @@ class SyncBatchNorm(_BatchNorm):
         balancer: Balancer | None = None,
         engine: Engine | None = None,
     ) -> None:
+        _check_no_balancer(eps=eps, process_set=process_set)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         if balancer is not None:
             check_balancer(balancer)
@@ -130,6 +138,7 @@ class SyncBatchNorm(_BatchNorm):
         """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module: expected a torch.nn.Module. Received: {module!r}.")
+        _check_no_balancer(process_set=process_set)
         for each in module.modules():
             if isinstance(each, _BatchNorm) and not isinstance(each, cls) and type(each).forward not in _FORWARDS:
                 raise TypeError(
