@@ -486,3 +486,14 @@ def test_parameters_that_two_optimizers_share_have_a_third_one():
 
     for found in World(2).run(program):
         assert (found - alone()).abs().max() <= 1e-6
+
+
+def test_groups_may_be_of_tensors_that_are_no_parameters():
+    """As `torch.func.stack_module_state` makes them; Horovod takes them as well."""
+    tensors = [torch.zeros(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(tensors, lr=0.1), balancer=balancer, groups=[tensors])
+    balancer.begin(4)
+    sum(tensor.sum() for tensor in tensors).backward()
+    optimizer.step()
+    assert torch.allclose(tensors[0], torch.full((3,), -0.1))
