@@ -50,10 +50,12 @@ def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
         return
     found = "; ".join(f"batch {batch} on rank {', '.join(which)}" for batch, which in sorted(at.items()))
     raise DivergedError(
+        # Without the words by which scripts tell what to catch and go on from: "out of memory".
         f"Expected gradients of the same global batch from every rank. Received: {found}. A rank that cannot compute "
-        "its part of a batch (out of memory, say) takes part without it: balancer.count(0), optimizer.step(). One that "
-        "wants to stop says balancer.ask_to_stop(). All ranks make as many backward passes over a batch, unless it is "
-        "in balancer.micro_batches(batch) or with backward_passes_per_step; and all or none load a state of the "
+        "its part of a batch (too large, say) takes part without it: balancer.count(0), optimizer.step(). One that "
+        "wants to stop says balancer.ask_to_stop(). All ranks take as many batches from a loader, also where one only "
+        "looks at a batch (its dataset has samples to look at); they make as many backward passes over a batch, unless "
+        "it is in balancer.micro_batches(batch) or with backward_passes_per_step; and all or none load a state of the "
         "balancer."
     )
 

@@ -164,3 +164,28 @@ def test_what_a_script_has_added_up_over_batches_is_their_sum(passes, strategy):
     expected = of_masters(None, passes)
     for found in World(2).run(lambda engine: of_masters(engine, passes, strategy)):
         assert (found - expected).abs().max() <= 1e-6
+
+
+def test_two_parameters_with_one_gradient():
+    """PyTorch returns one tensor for both, and a sum over batches multiplies it before it leaves."""
+
+    def program(engine):
+        first, second = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([first, second], lr=1.0), balancer=balancer, backward_passes_per_step=2
+        )
+        mine = slice(3) if engine.rank == 0 else slice(3, 4)
+        for x in BATCHES[:2]:
+            balancer.begin(len(x[mine]))
+        rows = torch.stack([x[mine].mean(0) for x in BATCHES[:2]]).sum(0)
+        gradients = torch.autograd.grad(((first + second) * rows).sum(), [first, second])
+        assert gradients[0] is gradients[1]
+        first.grad, second.grad = gradients
+        optimizer.step()
+        return first.detach(), second.detach()
+
+    expected = 1.0 - torch.stack([x.mean(0) for x in BATCHES[:2]]).sum(0)
+    for found in World(2).run(program):
+        for parameter in found:
+            assert (parameter - expected).abs().max() <= 1e-12

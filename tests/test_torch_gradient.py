@@ -352,3 +352,35 @@ def test_sparse_gradients_of_a_rank_that_has_no_sample_yet(made):
 
     first, second = World(2).run(rank_program, timeout_s=30)
     assert torch.equal(first, second) and not torch.equal(first, prototype.weight)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch gives gradients the parameters' type")
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("own", "gradients"), [
+    (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64),
+])  # fmt: skip
+def test_gradients_may_have_another_type_than_their_parameters(own, gradients, sparse):
+    """Also those of a rank that has no sample, and computes none."""
+    shares, words = (5, 3, 0), torch.tensor([0, 1, 2, 3, 1, 1, 0, 2])
+
+    prototype = nn.Embedding(4, 2, sparse=sparse, dtype=own)
+
+    def program(engine):
+        table = copy.deepcopy(prototype)
+        table.weight.grad_dtype = gradients
+        balancer = hvd.Balancer(8, engine=engine, shares=shares, min_share=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0), balancer=balancer)
+        found = []
+        for _ in range(2):  # a sparse gradient travels by rows from the second step on
+            optimizer.zero_grad()
+            balancer.begin(shares[engine.rank])
+            if shares[engine.rank]:
+                table(words[block(shares, engine.rank)]).double().sum(1).mean().backward()
+            optimizer.synchronize()
+            assert table.weight.grad.dtype == gradients and table.weight.grad.is_sparse == sparse
+            found.append(table.weight.grad.to_dense().double())
+        return found
+
+    expected = (words.bincount(minlength=4) / 8).double()[:, None].expand(4, 2)
+    for each in sum(World(3).run(program), []):
+        assert (each - expected).abs().max() <= 1e-2

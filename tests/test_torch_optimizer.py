@@ -444,3 +444,56 @@ def test_a_copy_of_a_model_that_holds_a_balancer_has_the_same_one():
         return copy.deepcopy(model).balancer is model.balancer
 
     assert all(World(2).run(program))
+
+
+def test_parameters_that_two_optimizers_share_have_a_third_one():
+    """Each parameter is reduced by one optimizer, which is told where two are made for it."""
+    shares = (5, 3)
+    x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+
+    prototypes = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def sgd(*modules):
+        return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+    def alone():
+        encoder, *heads = copy.deepcopy(prototypes)
+        for head, optimizer in [(head, sgd(encoder, head)) for head in heads]:
+            encoder.zero_grad()
+            nn.functional.cross_entropy(head(encoder(x)), y).backward()
+            optimizer.step()
+        return encoder.weight.detach()
+
+    def program(engine):
+        encoder, *heads = copy.deepcopy(prototypes)
+        balancer = hvd.Balancer(8, engine=engine, shares=shares)
+        mine = slice(5) if engine.rank == 0 else slice(5, 8)
+
+        def wrap(*modules):
+            return hvd.DistributedOptimizer(sgd(*modules), balancer=balancer)
+
+        first, _ = (wrap(encoder, head) for head in heads)
+        with pytest.raises(RuntimeError, match="give these a third one"):
+            first.step()
+        shared, *others = (wrap(module) for module in (encoder, *heads))
+        balancer.begin(shares[engine.rank])
+        for head, optimizer in zip(heads, others, strict=True):
+            shared.zero_grad()
+            nn.functional.cross_entropy(head(encoder(x[mine])), y[mine]).backward()
+            optimizer.step()
+            shared.step()
+        return encoder.weight.detach()
+
+    for found in World(2).run(program):
+        assert (found - alone()).abs().max() <= 1e-6
+
+
+def test_groups_may_be_of_tensors_that_are_no_parameters():
+    """As `torch.func.stack_module_state` makes them; Horovod takes them as well."""
+    tensors = [torch.zeros(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(tensors, lr=0.1), balancer=balancer, groups=[tensors])
+    balancer.begin(4)
+    sum(tensor.sum() for tensor in tensors).backward()
+    optimizer.step()
+    assert torch.allclose(tensors[0], torch.full((3,), -0.1))

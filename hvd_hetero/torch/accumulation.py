@@ -190,9 +190,9 @@ class GradientAccumulation:
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:
-            for parameter in self._trained:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            # Each once: a script may have given two parameters one tensor, as `torch.autograd.grad` does for a sum.
+            for grad in {id(p.grad): p.grad for p in self._trained if p.grad is not None}.values():
+                grad.mul_(factor)
 
     def _add_before(self, gain: float) -> None:
         """Adds what `p.grad` held before the first pass, so scaled that the exchange leaves it unchanged."""

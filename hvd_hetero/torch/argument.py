@@ -24,7 +24,7 @@ def groups_of(groups: Any, num_groups: Any) -> Groups:
         check_whole(name, number, least=0)
         return int(number) or None
     listed = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
-    if not listed or not all(isinstance(p, torch.nn.Parameter) for group in groups for p in group):
+    if not listed or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
         raise TypeError(f"groups: expected a whole number or lists of parameters. Received: {groups!r}.")
     ids = [id(parameter) for group in groups for parameter in group]
     if len(set(ids)) < len(ids):

@@ -28,6 +28,12 @@ def check_type(parameter: torch.nn.Parameter) -> None:
         )
 
 
+def gradient_type(parameter: torch.Tensor) -> torch.dtype:
+    """The type of a parameter's `p.grad`: its own, unless a script has set `p.grad_dtype`, which older versions of
+    PyTorch lack."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 
@@ -151,10 +157,11 @@ class BucketLayout:
                 grad = parameter.grad
                 if grad is not None and grad.is_sparse:
                     self._sparse[parameter] = grad.sparse_dim()
+                kind = gradient_type(parameter)
                 if self._sparse and parameter in self._sparse:
                     # Sparse, as autograd makes it, also if this rank had no sample.
-                    parameter.grad = view.to(parameter).to_sparse(self._sparse[parameter])
-                elif view.dtype == parameter.dtype and view.stride() == parameter.stride() and not (
+                    parameter.grad = view.to(parameter.device, kind).to_sparse(self._sparse[parameter])
+                elif view.dtype == kind and view.stride() == parameter.stride() and not (
                     self.outdated and view.device != parameter.device
                 ):
                     if grad is None or grad.data_ptr() != view.data_ptr():
@@ -162,7 +169,7 @@ class BucketLayout:
                 elif grad is not None and grad.stride() == parameter.stride():
                     grad.copy_(view)
                 else:  # fused optimizers expect the parameter's own strides, which differ in channels_last
-                    parameter.grad = torch.empty_like(parameter).copy_(view)
+                    parameter.grad = torch.empty_like(parameter, dtype=kind).copy_(view)
 
 
 def _sharing(flat: torch.Tensor) -> int:

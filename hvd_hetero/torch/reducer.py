@@ -249,7 +249,8 @@ class GradientReducer:
         if self.replaced:
             raise RuntimeError(
                 "Expected step() of the DistributedOptimizer that was made last for these parameters. Received: that "
-                "of one before it, whose gradients are no longer reduced."
+                "of one before it, whose gradients are no longer reduced. Where two optimizers share parameters, give "
+                "these a third one, and step it with either."
             )
         if thawed := self._hooks.thawed(groups):
             make = "Make" if self.local is None else "Call optimizer.merge(), and then make"

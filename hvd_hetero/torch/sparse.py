@@ -19,7 +19,7 @@ import torch
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, Handle
 
-from .layout import WIRE
+from .layout import WIRE, gradient_type
 
 
 class SparseParameters:
@@ -217,4 +217,4 @@ class SparseExchange:
         """Makes what `finish` returned the parameters' gradients, except for parameters that were frozen since."""
         for parameter, whole in sums.items():
             if parameter.requires_grad:
-                parameter.grad = whole.to(parameter.dtype)
+                parameter.grad = whole.to(gradient_type(parameter))
