@@ -311,7 +311,8 @@ def test_without_room_between_the_borders_the_faster_strategy_is_taken():
         for current in (None, "local", "synchronous"):
             assert choose_strategy(*rates(80.0), rule=rule, current=current).strategy == "local"
             assert choose_strategy(*rates(100.0), rule=rule, current=current).strategy == "synchronous"
-    assert "nothing is faster" in choose_strategy(*rates(100.0)).reason
+    for rate in (100.0, 200.0):
+        assert "nothing is faster" in choose_strategy(*rates(rate)).reason
     assert "only 1.0% slower" in choose_strategy(*rates(99.0)).reason
 
 
