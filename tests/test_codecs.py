@@ -1,6 +1,7 @@
 """The codecs: law 6, slow references beside the fast paths, and what must come through unharmed."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -84,6 +85,13 @@ def test_brain_rounds_to_nearest_as_torch_does(array):
     expected = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
     assert decoded.tobytes() == expected.tobytes()
     assert np.isnan(numbers(codec.decode(codec.encode(array(np.array([math.nan], np.float32))), array(values)))[0])
+
+
+def test_what_bfloat16_cannot_hold_is_infinite_and_no_warning(array):
+    values, codec = array(np.array([1e39, -1e39, 1.0])), Brain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers(codec.decode(codec.encode(values), values))[:3].tolist() == [math.inf, -math.inf, 1.0]
 
 
 def test_int8_refuses_a_block_that_makes_no_sense():
