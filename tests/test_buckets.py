@@ -73,6 +73,10 @@ def test_one_dtype_per_bucket_and_every_tensor_once_ordered_by_when_complete():
         assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
 
 
+def test_the_last_bucket_of_all_is_kept_small_and_not_that_of_another_dtype():
+    assert by_dtype([1] * 8, "abababab", cap_bytes=4, last_cap_bytes=2) == ((1, 3), (0, 2, 4, 6), (5, 7))
+
+
 def test_wrong_arguments_say_what_was_received():
     with pytest.raises(ValueError, match="cap_bytes: expected at least 1. Received: 0"):
         assign([1], cap_bytes=0)

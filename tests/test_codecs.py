@@ -1,6 +1,7 @@
 """The codecs: law 6, slow references beside the fast paths, and what must come through unharmed."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -86,6 +87,13 @@ def test_brain_rounds_to_nearest_as_torch_does(array):
     assert np.isnan(numbers(codec.decode(codec.encode(array(np.array([math.nan], np.float32))), array(values)))[0])
 
 
+def test_what_bfloat16_cannot_hold_is_infinite_and_no_warning(array):
+    values, codec = array(np.array([1e39, -1e39, 1.0])), Brain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers(codec.decode(codec.encode(values), values))[:3].tolist() == [math.inf, -math.inf, 1.0]
+
+
 def test_int8_refuses_a_block_that_makes_no_sense():
     with pytest.raises(ValueError, match="block: expected a multiple of 4"):
         Int8(block=6)
@@ -94,13 +102,14 @@ def test_int8_refuses_a_block_that_makes_no_sense():
 # fp16 -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("largest", [1e-30, 3e-8, 0.5, 1.0, 40_000.0, 65_504.0, 1e30])
+@pytest.mark.parametrize("largest", [1e-44, 1e-30, 3e-8, 0.5, 1.0, 40_000.0, 65_504.0, 1e30])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7, 64])
 def test_the_scale_leaves_room_for_the_sum_and_wastes_little_of_it(largest, ranks):
     exponent = exponent_of(largest)
     scale = scale_for(exponent, ranks)
     assert largest <= 2.0**exponent < 2 * largest * (1 + 1e-12)
     assert ranks * largest * scale <= GREATEST / 2
+    assert scale <= 2.0**120, "float32 holds it, and its inverse"
     if scale < 2.0**120:
         assert ranks * largest * scale > GREATEST / 16
     assert math.frexp(scale)[0] == 0.5, "a power of two changes no mantissa"
@@ -162,6 +171,10 @@ def test_a_sampled_threshold_finds_the_same_entries(kind):
         assert (found.numpy() == values)[found.numpy() != 0].all()
 
 
+def test_topk_sends_nothing_of_nothing_and_else_an_entry_at_least():
+    assert [TopK(0.01).count(length) for length in (0, 1, 100, 1000)] == [0, 1, 1, 10]
+
+
 def test_topk_sends_a_nan(array):
     values = noise(100)
     values[40] = math.nan
@@ -214,6 +227,13 @@ def test_columns_become_orthonormal_and_dependent_ones_zero(array):
     np.testing.assert_allclose(last @ (last.T @ other), other, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_columns_become_orthonormal_though_their_squares_are_no_numbers_of_float32(array, scale):
+    matrix = (np.random.RandomState(0).standard_normal((50, 3)) * scale).astype(np.float32)
+    done = numbers(orthonormal([array(matrix)])[0])
+    np.testing.assert_allclose(done.T @ done, np.eye(3), atol=1e-5)
+
+
 def test_zeros_stay_zeros_and_a_nan_spreads_over_its_matrix_alone(array):
     spoilt = np.ones((5, 2))
     spoilt[3, 0] = np.nan
@@ -229,6 +249,13 @@ def test_powersgd_of_a_matrix_of_low_rank_is_exact(array):
     result = array(np.zeros(1200))
     codec.product_into(result, p, codec.split_right(codec.right(values, p)))
     np.testing.assert_allclose(numbers(result), numbers(values), atol=1e-10)
+
+
+def test_factors_have_no_more_columns_than_their_matrix_has_rows_or_columns():
+    codec = LowRank([(2, 30), (40, 3), (9, 9)], rank=4)
+    assert codec.ranks == [2, 3, 4] and codec.right_length == 30 * 2 + 3 * 3 + 9 * 4
+    left = codec.split_left(np.zeros(2 * 2 + 40 * 3 + 9 * 4))
+    assert len(codec.right(np.zeros(codec.length), left)) == codec.right_length
 
 
 def test_powersgd_pays_for_large_matrices_only():

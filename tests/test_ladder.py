@@ -1,14 +1,19 @@
 """The ladder: who takes part in which merges, who is out, and the way back up."""
 
+import random
+from bisect import bisect_right
+
 import pytest
 
 from hvd_hetero.policy.ladder import (
+    KEPT_STEPS,
     LEAST_IDLE_STEPS,
     TRY_STEPS,
     Rung,
     idle_since,
     merge_intervals,
     moves,
+    plans_to_keep,
     rungs,
     trial,
 )
@@ -43,6 +48,7 @@ def test_the_fastest_rank_takes_part_in_each_merge_and_a_slower_one_in_no_more()
         found = settled(step_s)
         by_speed = [found[rank] for rank in sorted(range(5), key=lambda rank: step_s[rank])]
         assert by_speed[0] == 1 and by_speed == sorted(by_speed)
+        assert settled(step_s[::-1]) == found[::-1], "whichever number it has"
 
 
 def test_one_long_step_does_not_send_a_rank_down_at_once_and_noise_moves_nobody():
@@ -95,17 +101,18 @@ def test_a_rank_is_out_where_one_sample_would_make_it_the_last():
 
 def test_a_rank_that_is_out_is_tried_again_and_ever_more_rarely():
     models = [model(0.01), model(0.01), model(0.17)]
-    plans = [plan(0, 0, (11, 11, 10)), plan(1, 40, (16, 16, 0))]
+    plans = [plan(0, 0, (11, 11, 10)), plan(1, 20, (14, 13, 5)), plan(2, 40, (16, 16, 0))]
     assert idle_since(plans, 2) == 40 and idle_since(plans, 0) is None
     waits = []
-    for _ in range(3):
+    for _ in range(4):
         step = plans[-1].step
         while (tried := trial(plans, models, step=step, bounds=BOUNDS)) is None:
             step += 1
         assert tried.shares == (16, 15, 1) and tried.version == plans[-1].version + 1 and "rank 2" in tried.reason
+        assert tried.step == step and tried.predicted_step_s is None, "it is not made to shorten a step"
         waits.append(step - plans[-1].step)
         plans += [tried, plan(tried.version + 1, step + 10, (16, 16, 0))]
-    assert waits == [LEAST_IDLE_STEPS, 2 * LEAST_IDLE_STEPS, 4 * LEAST_IDLE_STEPS]
+    assert waits == [LEAST_IDLE_STEPS * times for times in (1, 2, 4, 8)]
 
 
 def test_plans_for_other_ranks_do_not_put_off_a_try():
@@ -124,6 +131,36 @@ def test_a_try_costs_no_more_than_its_price():
     assert trial(plans, models, step=int(needed) - 1, bounds=BOUNDS) is None
     assert trial(plans, models, step=int(needed) + 1, bounds=BOUNDS) is not None
     assert trial(plans, models, step=int(needed) + 1, bounds=BOUNDS, try_steps=2 * TRY_STEPS) is None
+
+
+def test_each_pass_of_a_try_has_its_price():
+    models = [model(0.01), model(0.01), model(0.01, overhead_s=4.0)]
+    plans, bounds = [plan(0, 0, (16, 16, 0))], [Bound(), Bound(), Bound(quantum=4)]
+    usual_s = step_time_s(models, plans[0].shares)
+    needed, more = (TRY_STEPS * (step_time_s(models[2:], (4,), [cap]) / usual_s - 1.0) / 0.01 for cap in (None, 1))
+    assert trial(plans, models, step=int(needed) + 1, bounds=bounds) is not None
+    assert trial(plans, models, step=int(more) - 1, bounds=bounds, micro_batch=[None, None, 1]) is None
+    assert trial(plans, models, step=int(more) + 1, bounds=bounds, micro_batch=[None, None, 1]) is not None
+
+
+def test_the_plans_that_are_kept_tell_what_all_would():
+    """Which one held lately, since when who is out, and how often who was tried; and there are few of them."""
+
+    def told(plans, step):
+        starts = [each.step for each in plans]
+        lately = {at: plans[bisect_right(starts, at) - 1] for at in range(step - KEPT_STEPS, step + 1, 64)}
+        back = [sum(new.shares[rank] > 0 == old.shares[rank] for old, new in zip(plans, plans[1:], strict=False))
+                for rank in range(3)]
+        return lately, back, [idle_since(plans, rank) for rank in range(3)]
+
+    dice, step, plans, kept = random.Random(1), 0, [], []
+    for version in range(300):
+        shares = tuple(dice.choice([0, 1, 2]) if version % 10 == rank else 9 for rank in range(3))
+        plans, step = [*plans, plan(version, step, shares)], step + 64 * dice.randint(1, 8)
+        kept = plans_to_keep([*kept, plans[-1]], step)
+        if step > KEPT_STEPS:
+            assert told(kept, step) == told(plans, step) and kept[0] == plans[0]
+    assert len(kept) < 0.5 * len(plans)
 
 
 def test_a_try_respects_bounds_and_leaves_others_out():

@@ -9,6 +9,7 @@ import pytest
 from hvd_hetero.policy.local_round import (
     Contribution,
     contribution,
+    default_bound_rounds,
     merge_factor,
     round_lengths,
     update_fraction,
@@ -52,6 +53,14 @@ def test_a_merge_of_single_steps_is_the_step_over_all_samples():
         merged = merge([contribution(n / reference, float(n > 0), part) for n, part in parts], deltas)
         assert np.allclose(merged, expected, rtol=1e-12)
     assert np.all(merge([contribution(0.0, 0.0, 0.2)] * 5, deltas) == 0.0)
+
+
+def test_a_rank_without_a_step_has_no_weight_whatever_data_it_has():
+    assert contribution(0.5, 0.0, 0.0).weight_and_reach == (0.0, 0.0)
+
+
+def test_who_waits_for_a_merge_has_made_sixteen_updates_and_four_rounds():
+    assert [default_bound_rounds(round_steps) for round_steps in (1, 2, 4, 5, 100)] == [16, 8, 4, 4, 4]
 
 
 def test_a_merge_goes_as_far_as_synchronous_steps_over_its_samples():

@@ -122,6 +122,9 @@ def test_the_first_plan_is_replaced_after_two_observations_by_one_that_gains_muc
     {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=1)}, {"rule": ReplanRule(early_gain=0.51)},
     {"models": known(1 / 18, 1 / 16, 1 / 15, 1 / 14, observations=2)}, {"rule": LATE}, {"step": 0},
     {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2, standard_error=0.5)},
+    {"models": [*known(1 / 18, observations=2), *known(1 / 16, 1 / 15, 1 / 14)], "step": 40},
+    {"models": [*known(1 / 8, observations=1), *known(1 / 4, 1 / 2, 1 / 2)]},
+    {"rule": ReplanRule(early_gain=0.1, minimum_gain=0.6)},
 ])
 def test_the_first_plan_is_not_replaced_early_for_little_or_for_noise(hindrance):
     soon = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), "step": 3, "global_batch_size": 64}
@@ -136,8 +139,17 @@ def test_a_plan_that_comes_early_leaves_nobody_out():
     assert 0 in decide(few, known(0.1, 0.1, 0.1, 9.0), **{**decided, "step": 8}).shares
 
 
+def test_a_plan_that_comes_early_keeps_to_the_bounds():
+    current, bounds = replace(START, shares=(22, 21, 21, 0)), [Bound(), Bound(), Bound(lower=12), Bound(upper=0)]
+    models = known(1 / 8, 1 / 8, 1.0, 1.0, observations=2)
+    assert decide(current, models, step=4, global_batch_size=64, bounds=bounds).shares == (26, 26, 12, 0)
+
+
 def test_only_the_first_plan_is_replaced_early():
     later = replace(START, version=1, step=10)
+    rules = ReplanRule(), LATE, ReplanRule(minimum_observations=1)
+    assert [rule.observations_needed(START) for rule in rules] == [2, 5, 1]
+    assert [rule.observations_needed(later) for rule in rules] == [5, 5, 1]
     assert decide(later, known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), step=13, global_batch_size=64) is None
 
 
@@ -185,7 +197,7 @@ def test_bounds_hold_always_and_a_plan_that_they_forbid_is_replaced_at_once():
     assert all(b.allows(share) for b, share in zip(bounds, plan.shares, strict=True)) and sum(plan.shares) == 64
     plan = decide(START, models, step=1, global_batch_size=64, bounds=[Bound(upper=12)] + [Bound()] * 3)
     assert plan.shares[0] <= 12 and "bounds" in plan.reason
-    assert sum(decide(START, models, step=1, global_batch_size=32).shares) == 32
+    assert decide(START, known(*[1.0] * 4), step=0, global_batch_size=32).shares == (8, 8, 8, 8)
 
 
 def test_every_rank_decides_the_same():
@@ -254,15 +266,15 @@ def test_every_rank_that_has_a_share_is_measured_before_a_plan():
 
 
 def test_ranks_that_were_all_measured_for_a_short_time_have_not_changed_their_speed():
-    """Only a rank that is known for half as long as another has: the long cool-down holds."""
+    """Only a rank that is known for a cool-down at most, and half as long as another, has: the long cool-down holds."""
     far = replace(START, version=2, step=100)
     earlier = (replace(START, step=80), replace(START, version=1, step=90))
     decided = {"step": 110, "global_batch_size": 64, "previous": earlier}
     assert decide(far, known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=15), **decided) is None
-    models = known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=38)
-    for observations, planned in ((20, False), (19, True)):
+    for most, observations, planned in ((38, 20, False), (38, 19, True), (100, 21, False), (100, 20, True)):
+        models = known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=most)
         models[0] = replace(models[0], observations=observations)
-        assert (decide(far, models, **decided) is not None) is planned, observations
+        assert (decide(far, models, **decided) is not None) is planned, (most, observations)
 
 
 def test_a_move_as_large_as_the_dead_band_is_none():
@@ -298,6 +310,7 @@ def test_a_plan_knows_how_many_passes_a_share_takes():
     plan = decide(current, models, step=50, global_batch_size=64, micro_batch=caps)
     assert plan.shares[1] < 32 and "rank 1 is slowest" in plan.reason
     assert plan.predicted_step_s == pytest.approx(step_time_s(models, plan.shares, caps))
+    assert decide(current, models, step=50, global_batch_size=32, micro_batch=caps).shares == (24, 8)
     assert f"it takes {models[1].time_s(32, 8):.4g} s" in plan.reason
 
 
@@ -357,6 +370,24 @@ def test_a_gain_that_errors_of_measurement_explain_is_none(ranks, plans, errors)
         assert (found is not None) is planned, part
 
 
+@pytest.mark.parametrize(("caps", "overhead_s", "shares"), [(None, 0.0, (24, 40)), ((8, None), 1.0, (16, 48))])
+def test_a_share_that_shrinks_is_as_uncertain_as_one_that_grows(caps, overhead_s, shares):
+    """Rank 0 is the slowest before and after, in a time that rests on its overhead; also if that is of several passes.
+    """
+    current, bounds, found = replace(START, shares=(32, 32)), [Bound(), Bound(upper=shares[1])], []
+    for overhead_error in (0.0, 0.5, 1.5):
+        models = known(0.02 if overhead_s else 1.0, 0.01, overhead_s=overhead_s, standard_error=0.0)
+        models = [replace(model, overhead_error=overhead_error) for model in models]
+        found.append(decide(current, models, step=50, global_batch_size=64, bounds=bounds, micro_batch=caps))
+    assert found[0].shares == found[1].shares == shares and found[2] is None
+
+
+def test_a_rank_that_comes_back_may_be_the_slowest():
+    current, bounds = replace(START, shares=(0, 22, 21, 21)), [Bound(quantum=4)] + [Bound()] * 3
+    models = [replace(model, overhead_error=0.0) for model in known(5.2, 1.0, 1.0, 1.0, standard_error=0.0)]
+    assert decide(current, models, step=50, global_batch_size=64, bounds=bounds).shares == (4, 20, 20, 20)
+
+
 def test_a_share_that_loading_limits_may_grow_from_little():
     """How long computing takes is not known well for so many samples; it is by far not what they take."""
     held = Plan(version=2, step=0, shares=(3, 61), reason="too far")
@@ -390,7 +421,12 @@ def test_a_part_of_the_way_is_not_gone_for_little_or_for_noise():
     found = decide(current, free, **asked)
     assert found.shares[0] == 2 and found.reason.endswith("on the way to shares with 8 s") and len(found.reason) <= 80
     assert decide(current, free, rule=ReplanRule(minimum_gain=0.07), **asked) is None      # four times that, by now
-    assert decide(current, [replace(each, standard_error=0.1) for each in free], **asked) is None
+    noisy, noisier = ([replace(each, standard_error=error) for each in free] for error in (0.01, 0.1))
+    assert decide(current, noisy, **asked) is not None and decide(current, noisier, **asked) is None
+    rule, last = ReplanRule(minimum_gain=0.05), asked["previous"][-1]
+    assert decide(current, free, rule=rule, **asked) is not None
+    asked["previous"] = (*asked["previous"][:-1], replace(last, shares=(4, 9, 9, 10)))
+    assert decide(current, free, rule=rule, **asked) is None      # of the way back, a half counts
     assert decide(current, exact(5.0, 1.0, 1.0, 1.0), **asked) is None      # the whole way is not far
 
 

@@ -22,6 +22,8 @@ def test_small_buckets_stay_flat_and_large_ones_take_the_faster_way():
 def test_flat_is_left_only_for_a_clear_gain():
     close = {"flat": TIMED["flat"], "rails": Link(latency_s=1e-3, bandwidth_bytes_per_s=8e6 / (1 - 0.8 * MARGIN))}
     assert choose_route(16e6, close, default="flat").route == "flat"
+    alone = choose_route(16e6, {"flat": TIMED["flat"]}, default="flat")
+    assert alone.route == "flat" and "next" not in alone.reason
     with pytest.raises(ValueError, match="default: expected one of flat, rails"):
         choose_route(1.0, close, default="star")
 
@@ -39,6 +41,8 @@ def test_a_trial_overrules_the_prediction_only_by_a_margin():
 
 
 def test_a_trial_goes_by_what_routes_usually_take():
-    """One quick sum may be luck, and one slow one a stall."""
-    assert confirm_route({"flat": [1.0] * 8, "rails": [0.1, *[1.2] * 7]}, "flat", 2**20).route == "flat"
-    assert confirm_route({"flat": [1.0] * 8, "rails": [9.0, *[0.5] * 7]}, "flat", 2**20).route == "rails"
+    """One quick sum may be luck, and one slow one a stall, whenever it is."""
+    for before in range(8):
+        luck, stall = ([usual] * before + [once] + [usual] * (7 - before) for usual, once in ((1.2, 0.1), (0.5, 9.0)))
+        assert confirm_route({"flat": [1.0] * 8, "rails": luck}, "flat", 2**20).route == "flat"
+        assert confirm_route({"flat": [1.0] * 8, "rails": stall}, "flat", 2**20).route == "rails"

@@ -58,7 +58,7 @@ def test_a_ramp_is_straight_and_ends_exactly():
         ramp = ramp.next()
         seen.append(ramp.value)
     assert seen[:7] == pytest.approx([1.0 + 2.3 * (i + 1) / 7 for i in range(7)], rel=1e-12)
-    assert seen[6:] == [3.3] * 3
+    assert seen[6:] == [3.3] * 3 and ramp.steps_left == 0
     for target in np.random.RandomState(0).uniform(0.1, 30.0, size=200):
         ramp = Ramp(value=1.0, target=float(target), steps_left=3).next().next().next()
         assert ramp.value == target

@@ -188,7 +188,7 @@ class NumpyVerbs:
         return array.astype(like.dtype)
 
     def brain_bits(self, array: np.ndarray) -> np.ndarray:
-        bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+        bits = np.ascontiguousarray(self.single(array)).view(np.uint32)
         nearest = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
         return np.where(np.isnan(array), 0x7FC0, nearest).astype(np.uint16).view(np.int16)
 

@@ -76,7 +76,7 @@ def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, last_cap_bytes: int | 
     buckets: list[list[int]] = []
     held = 0
     for i, size in enumerate(sizes_bytes):
-        if not buckets or i == tail or (i < tail and held + size > cap_bytes):
+        if not buckets or i == tail or held + size > cap_bytes:
             buckets.append([])
             held = 0
         buckets[-1].append(i)

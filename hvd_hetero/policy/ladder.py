@@ -100,7 +100,7 @@ def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current:
     if not all(math.isfinite(s) and s > 0.0 for s in step_s) or min(lengths) < 1 or most < 1:
         raise ValueError("step_s, lengths and most: expected finite seconds above 0, and at least 1. "
                          f"Received: {list(step_s)}, {list(lengths)} and {most}.")
-    fastest = min(range(len(step_s)), key=lambda rank: (step_s[rank], rank))
+    fastest = min(range(len(step_s)), key=step_s.__getitem__)
     round_s = lengths[fastest] * step_s[fastest]
     chosen = []
     for seconds, length, k in zip(step_s, lengths, current, strict=True):
@@ -108,7 +108,7 @@ def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current:
         if seconds < LEAST_SLOWER * step_s[fastest]:
             rounds = 1.0
         near = k if abs(rounds - k) <= KEPT else math.floor(rounds + 0.5)
-        chosen.append(min(max(near, 1), 2 * k, most))
+        chosen.append(min(near, 2 * k, most))
     return tuple(chosen)
 
 
@@ -144,7 +144,7 @@ def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bou
         plans: all plans of the present ranks so far, oldest first.
         models: speed models by rank; for a rank that is out, the last known one.
         step: the step from which the plan is to hold.
-        bounds: of shares, by rank.
+        bounds: of shares, by rank; they allow the present shares.
         micro_batch: by rank, the most samples of one pass; None: no limit.
         try_steps: global batches in which the rank has samples, until the next plan can take them away again.
     """
@@ -155,17 +155,17 @@ def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bou
     usual_s = step_time_s(models, current.shares, micro_batch)
     for rank in range(len(bounds)):
         since = idle_since(plans, rank)
-        least = -(-max(bounds[rank].lower, 1) // bounds[rank].quantum) * bounds[rank].quantum
+        least = bounds[rank].quantum
         if since is None or not bounds[rank].allows(least):
             continue
         tried = sum(1 for old, new in zip(plans, plans[1:], strict=False) if new.shares[rank] and not old.shares[rank])
-        cost_steps = try_steps * max(0.0, models[rank].time_s(least, micro_batch[rank] if micro_batch else None)
-                                     / usual_s - 1.0)
+        tried_s = models[rank].time_s(least, micro_batch[rank] if micro_batch else None)
+        cost_steps = try_steps * (tried_s / usual_s - 1.0)
         wait_steps = max(LEAST_IDLE_STEPS * 2**tried, cost_steps / PRICE)
         if step - since < wait_steps or step - current.step < LEAST_IDLE_STEPS:
             continue
         only = [replace(bound, lower=least, upper=least) if i == rank else bound if current.shares[i]
-                else replace(bound, lower=0, upper=0) for i, bound in enumerate(bounds)]
+                else replace(bound, upper=0) for i, bound in enumerate(bounds)]
         try:
             shares = split(models, whole, only, micro_batch=micro_batch)
         except InfeasibleError:

@@ -64,7 +64,7 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
         raise ValueError("step_s: expected finite seconds above 0, one for each rank. "
                          f"Received: {list(step_s)}.")
     fastest = min(step_s)
-    return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1), round_steps) for s in step_s)
+    return tuple(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1) for s in step_s)
 
 
 def default_bound_rounds(round_steps: int) -> float:

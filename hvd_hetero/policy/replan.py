@@ -17,8 +17,8 @@ speed models are extrapolated from the shares seen so far; to a share that its r
 once. A move that reverses the last one is halved (LB-BSP, section 3.3.2), unless a speed has changed.
 
 Where the trust region allows only a part of the way to the best shares, it is their gain that has to exceed the
-thresholds, and the plan itself must not take longer. Otherwise a small share might never grow: where a rank that was
-slow has recovered, twice its share often gains less than the minimum, or nothing, as no other rank has a sample less.
+thresholds; the plan itself never takes longer. Otherwise a small share might never grow: where a rank that was slow has
+recovered, twice its share often gains less than the minimum, or nothing, as no other rank has a sample less.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def decide(
         return gain_s / step_s > max(minimum, surprise * error * now_s / step_s)
 
     if not pays(now_s - new_s, error):
-        if early or not cut or new_s > now_s:
+        if early or not cut:
             return None
         aim = split(models, global_batch_size, limits, micro_batch=micro_batch)
         after, aim_s = _slowest(models, aim, micro_batch)

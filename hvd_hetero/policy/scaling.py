@@ -74,7 +74,7 @@ def standing_batch(current: float, recent: Sequence[float], declared: float) -> 
         recent: samples of the last steps, summed over all ranks; 0 if not known.
         declared: samples of a whole global batch.
     """
-    largest = min(max(recent, default=0.0), declared)
+    largest = max(recent, default=0.0)
     if largest >= (1.0 - DEAD_BAND) * declared:
         return declared
     return current if largest <= 0 or abs(largest - current) <= DEAD_BAND * current else largest
@@ -151,7 +151,7 @@ def noise_and_signal(sums: NoiseSums) -> tuple[float, float] | None:
     # The difference below loses no digits: for n ranks h is at least n / B (harmonic mean <= arithmetic mean).
     noise = (mean_square - sums.merged) / (mean_inverse - 1.0 / sums.batch)
     signal = sums.merged - noise / sums.batch
-    return (noise, signal) if math.isfinite(noise) and math.isfinite(signal) else None
+    return (noise, signal) if math.isfinite(signal) else None  # it is not, where the noise is not
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     round_s = max(computing_s, merge_s) if bound_rounds else computing_s + merge_s
     busy = min(1.0, max(1.0, bound_rounds) * computing_s / round_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
-    most = sum(samples) / max(times_s) if meet and max(times_s) > 0.0 else math.inf
+    most = sum(samples) / max(times_s) if meet else math.inf
     return Prediction(strategy=LOCAL, samples_per_s=min(rate * busy, most), period_s=round_s, round_lengths=steps)
 
 
