@@ -1,5 +1,7 @@
 """Where a Keras update is in proportion to its rate, a part of it is one at that part of the rate."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -124,6 +126,36 @@ def test_an_outer_momentum_goes_with_the_variables_to_the_optimizer_that_trains_
         assert fourth[0] > three[0] > another[0] and fourth[1] == pytest.approx([momenta[3]] * 3), (three, fourth)
         assert another[1] == pytest.approx([-0.1] * 5) and both[1] == pytest.approx([-0.1] * 8)
         assert at == pytest.approx([momenta.sum() - 0.1] * 3)
+
+
+def test_a_broadcast_after_the_first_step_leaves_what_local_steps_have_made(monkeypatch):
+    """As of a GAN, which has no `call`: Keras says that it is not built, in each fit."""
+    sent = threading.local()
+    monkeypatch.setattr(
+        "hvd_hetero.keras.callbacks.broadcast.broadcast_variables", lambda v, *_: sent.ids.append(set(map(id, v)))
+    )
+    rule = hvd.LocalSGD(warmup_steps=0, round_steps=4)
+
+    def program(engine):
+        sent.ids = []
+        balancer = hvd.Balancer(4, engine=engine)
+        model = keras.Model()
+        model.net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+        model.own = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), balancer=balancer, strategy=rule)
+        model.own.build(model.net.trainable_variables)
+        model.compile()
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(model)
+        for _ in range(2):
+            callback.on_train_begin()
+            balancer.begin(2)
+            model.own.apply([(1.0 + engine.rank) * keras.ops.ones_like(v) for v in model.net.trainable_variables])
+            callback.on_train_batch_end(0)
+            model.own.merge()
+        changes = {id(variable) for variable in [*model.net.trainable_variables, *model.own.variables]}
+        return [changes <= ids for ids in sent.ids], [bool(changes & ids) for ids in sent.ids]
+
+    assert World(2).run(program, timeout_s=60) == [([True, False] * 2, [True, False] * 2)] * 2
 
 
 def test_batches_that_keras_adds_up_count_by_their_loss_terms_in_local_steps():

@@ -103,6 +103,13 @@ class LocalTraining:
         """The variables that `before_step` may write."""
         return [] if self._weights is None else self._weights.sums
 
+    @property
+    def own(self) -> list[Any]:
+        """The variables that are each rank's own now: gradients that the optimizer adds up for its next update; and in
+        local steps that are not merged yet, all that it trains and keeps."""
+        optimizer = self._optimizer() if self.steps.apart else None
+        return self.written if optimizer is None else [*self._variables, *optimizer.variables]
+
     def before_step(self, terms: float) -> float:
         """Prepares the update of a local step over `terms` loss terms. The first call is a collective one.
 

@@ -18,8 +18,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN, or
     are in lists, tuples and dicts that are. This happens before the first step, or right after it for a model that is
     built by that step. Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks,
-    unless a script gives all the same seed; and gradients of local steps that its optimizer has added up for the next
-    update.
+    unless a script gives all the same seed; gradients of local steps that its optimizer has added up for the next
+    update; and what local steps have made of the model and of the optimizer's state, until they are merged.
 
     Args:
         root_rank: the rank whose variables all get.
@@ -63,7 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizers = {id(each): each for each in [optimizer, *_optimizers_in(vars(self.model))]}
         every = [*self.model.weights, *(v for each in optimizers.values() for v in getattr(each, "variables", ()))]
         reducers = filter(None, map(reducer_of, optimizers.values()))
-        own = {id(v) for each in reducers if each.local is not None for v in each.local.written}
+        own = {id(v) for each in reducers if each.local is not None for v in each.local.own}
         variables = [v for v in every if id(v) not in self._local | own]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
