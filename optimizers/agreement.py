@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.engine.environment import is_elastic
-from hvd_hetero.engine.payload import gather_text
+from hvd_hetero.engine.payload import by_rank, gather_text
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.stderr import tell
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
@@ -86,6 +86,8 @@ class BalancerArguments:
                 return str(error)
             if (getattr(self, name) or 0) > MOST:
                 return f"{name}: expected at most {MOST}. Received: {getattr(self, name)}."
+        if self.adaptive not in (False, True):
+            return f"adaptive: expected True or False. Received: {self.adaptive!r}."
         if not isinstance(self.rule, ReplanRule):
             return f"rule: expected an hvd.ReplanRule, or None. Received: {self.rule!r}."
         if self.max_share is not None and self.max_share < self.min_share:
@@ -236,14 +238,12 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
         raise
     said = gather_text(engine, text, name=name)
     if len(set(said)) > 1:
-        received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
-        raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
+        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(said)}.")
 
 
 def _same(values: list[object], title: str) -> None:
     if len(set(values)) > 1:
-        received = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
+        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(values)}.")
 
 
 def _first_shares(arguments: BalancerArguments, bounds: tuple[Bound, ...]) -> tuple[int, ...]:

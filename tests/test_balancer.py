@@ -585,6 +585,12 @@ def test_listeners_are_called_once_each_after_an_exchange_that_leads():
     assert calls == [(6.0, 3, 1.5), (6.0, 1, 1.5)], "a batch that nobody tells of is like the one before"
 
 
+def test_whether_plans_follow_speeds_is_yes_or_no():
+    with pytest.raises(ValueError, match="adaptive: expected True or False. Received: 'no'"):
+        Balancer(SoloEngine(), global_batch_size=4, adaptive="no")
+    assert not Balancer(SoloEngine(), global_batch_size=4, adaptive=0).arguments.adaptive
+
+
 @pytest.mark.parametrize(("rules", "text"), [
     ((None, ReplanRule(minimum_gain=0.5)), "rule: expected the same on every rank. Received: rank 0: ReplanRule"),
     (("fast", "fast"), "rule: expected an hvd.ReplanRule, or None. Received: 'fast'"),

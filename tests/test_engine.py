@@ -15,6 +15,7 @@ from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
 from hvd_hetero.engine.payload import (
     broadcast_bytes,
     broadcast_in_pieces,
+    by_rank,
     gather_bytes,
     gather_text,
     scatter_bytes,
@@ -369,3 +370,9 @@ def test_a_handle_is_waited_for_once_and_a_name_is_under_way_once():
             first.wait()
 
     World(2).run(program)
+
+
+def test_ranks_that_gave_the_same_are_named_together():
+    assert by_rank([5]) == "rank 0: 5" and by_rank([5, 6]) == "rank 0: 5; rank 1: 6"
+    assert by_rank(["a", "b", "a", "a", "a", "b", "c", "a"]) == "ranks 0, 2 to 4, 7: a; ranks 1, 5: b; rank 6: c"
+    assert by_rank([*[1] * 63, 2]) == "ranks 0 to 62: 1; rank 63: 2"

@@ -422,7 +422,7 @@ def test_what_reads_can_be_sent_to_another_process():
 
 @pytest.mark.parametrize("options, text", [
     ([{"steps_per_epoch": 3}, {"steps_per_epoch": 4}], "steps_per_epoch: expected the same on every rank. Received: "
-     "rank 0: 3, rank 1: 4"),
+     "rank 0: 3; rank 1: 4"),
     ([{"steps_per_epoch": 0}] * 2, "steps_per_epoch: expected an integer of at least 1. Received: 0"),
     ([{"steps_per_epoch": 3, "seed": 1}, {"steps_per_epoch": 3}], "seed: expected the same on every rank"),
     ([{}, {}], "steps_per_epoch: expected the number of global batches of an epoch"),

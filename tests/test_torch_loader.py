@@ -241,7 +241,7 @@ def test_failing_where_the_others_have_ended_hides_no_error():
 
 def test_ranks_that_disagree_about_the_dataset():
     def program(engine):
-        with pytest.raises(ValueError, match="dataset length.*rank 0: 20, rank 1: 21"):
+        with pytest.raises(ValueError, match="dataset length.*rank 0: 20; rank 1: 21"):
             hvd.BalancedDataLoader(Data(20 + engine.rank), balancer=hvd.Balancer(8, engine=engine))
         return True
 
@@ -267,7 +267,7 @@ def test_ranks_that_have_other_samples_each(part):
         balancer = hvd.Balancer(8, engine=engine)
         for each in alike.values():
             hvd.BalancedDataLoader(each, balancer=balancer)
-        with pytest.raises(ValueError, match="every rank needs all of it.*rank 0: .*, rank 1: "):
+        with pytest.raises(ValueError, match="every rank needs all of it.*rank 0: .*; rank 1: "):
             hvd.BalancedDataLoader(part(data, engine.rank, 2), balancer=balancer)
         return True
 
@@ -277,7 +277,7 @@ def test_ranks_that_have_other_samples_each(part):
 @pytest.mark.parametrize("seed", [float("nan"), 2**70, "five"])
 def test_a_seed_that_is_none_on_one_rank_alone(seed):
     def program(engine):
-        with pytest.raises(ValueError, match=f"seed: expected the same.*rank 0: 5, rank 1: .*{seed}"):
+        with pytest.raises(ValueError, match=f"seed: expected the same.*rank 0: 5; rank 1: .*{seed}"):
             hvd.BalancedDataLoader(Data(20), balancer=hvd.Balancer(8, engine=engine), seed=seed if engine.rank else 5)
         return True
 

@@ -127,7 +127,7 @@ def test_parameters_added_between_backward_and_step_are_told():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (lambda rank: {"global_batch_size": 8 + rank}, r"global_batch_size.*rank 0: 8, rank 1: 9"),
+        (lambda rank: {"global_batch_size": 8 + rank}, r"global_batch_size.*rank 0: 8; rank 1: 9"),
         (lambda rank: {"global_batch_size": 1}, "at least 2"),
         (lambda rank: {"global_batch_size": 0}, "at least 1"),
         (lambda rank: {"global_batch_size": 8.0} if rank else {"global_batch_size": 8}, "rank 1|integer"),
@@ -140,7 +140,8 @@ def test_parameters_added_between_backward_and_step_are_told():
         (lambda rank: {"global_batch_size": 8, "shares": 4 if rank else (4, 4)}, "rank 1|one share for each"),
         (lambda rank: {"global_batch_size": 2**70 if rank else 8}, "rank 1|at most"),
         (lambda rank: {"global_batch_size": 8, "max_share": 2**70 if rank else 8}, "rank 1|at most"),
-        (lambda rank: {"global_batch_size": 8, "adaptive": "no" if rank else False}, "adaptive: expected the same"),
+        (lambda rank: {"global_batch_size": 8, "adaptive": "no" if rank else False}, "rank 1|adaptive: expected True"),
+        (lambda rank: {"global_batch_size": 8, "adaptive": bool(rank)}, "adaptive: expected the same"),
     ],
 )
 def test_bad_arguments_raise_on_every_rank(arguments, message):

@@ -15,7 +15,7 @@ import numpy as np
 
 from .checkpoint_file import CheckpointError, CheckpointFile, Content
 from .environment import is_elastic
-from .payload import broadcast_bytes, gather_bytes, gather_text, scatter_bytes
+from .payload import broadcast_bytes, by_rank, gather_bytes, gather_text, scatter_bytes
 from .port import Engine, Handle
 from .stderr import tell
 from .termination import EXIT_STATUS_LEFT, TerminationHandler
@@ -116,8 +116,7 @@ class Checkpoint:
             received = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds) if kind)
             raise TypeError(f"state: expected an hvd.elastic.TorchState or KerasState. Received: {received}.")
         if len(set(intervals)) > 1:
-            received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(intervals))
-            raise ValueError(f"every_steps: expected the same on every rank. Received: {received}.")
+            raise ValueError(f"every_steps: expected the same on every rank. Received: {by_rank(intervals)}.")
         if self._every is not None and (not isinstance(self._every, int) or self._every < 1):
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {self._every!r}.")
         self._number = max(numbers)

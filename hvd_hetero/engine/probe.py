@@ -28,7 +28,7 @@ from . import cache
 from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, gloo_interface, under_mpi
 from .host import mpi_host, mpi_module
-from .payload import gather_text
+from .payload import by_rank, gather_text
 from .port import Engine
 from .probe_result import ProbeResult
 from .transfer import Pair, Timer
@@ -109,9 +109,9 @@ def _devices(
         raise RuntimeError("describe: expected every rank to describe its device. Received: "
                            + "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()) + ".")
     for title in terms:
-        if len({row["terms"][title] for row in rows}) > 1:
-            seen = ", ".join(f"rank {rank}: {row['terms'][title]}" for rank, row in enumerate(rows))
-            raise ValueError(f"{title}: expected the same on every rank. Received: {seen}.")
+        said = [row["terms"][title] for row in rows]
+        if len(set(said)) > 1:
+            raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(said)}.")
     devices = tuple(Device.from_dict(row["device"]) for row in rows)
     if all(row["mpi"] for row in rows):     # only all together: asking MPI is a collective call of its own
         hosts = gather_text(engine, mpi_host(mpi), name=f"{name}.host")

@@ -134,7 +134,7 @@ def table(folder):
 
     def optimizer(name, text, made=optimizer_of, **wrong):
         """An optimizer that the last rank alone makes with wrong arguments. Its error begins with `text`."""
-        said = "DistributedOptimizer: expected the same on every rank. Received: rank 0: topology="
+        said = "DistributedOptimizer: expected the same on every rank. Received: ranks 0, 1: topology="
         return name, lambda: made(**(wrong if last else {})), f"Error: {text}", said
 
     def loader(name, text, make=lambda **options: hvd.BalancedDataLoader(**{"dataset": data_of(), **options}), **wrong):
@@ -215,7 +215,7 @@ def table(folder):
         optimizer("no passes without a balancer", "backward_passes_per_step", by_a_codec, backward_passes_per_step=0),
         ("an unknown rule", lambda: hvd.LatencyAwareLR(optimizer_of(b := hvd.Balancer(WHOLE)), b,
                                                        rule="cubic" if last else "linear"),
-         "Error: rule: expected", "LatencyAwareLR: expected the same on every rank. Received: rank 0: rule=linear"),
+         "Error: rule: expected", "LatencyAwareLR: expected the same on every rank. Received: ranks 0, 1: rule=linear"),
         ("base batches differ", lambda: hvd.LatencyAwareLR(optimizer_of(b := hvd.Balancer(WHOLE)), b,
                                                            base_batch_size=WHOLE + last), "the same on every rank"),
         ("a balancer that was forgotten", forget, "Pass balancer= to"),
