@@ -1,5 +1,6 @@
 """What `MetricAverageCallback` weighs metrics by: each by what it is itself a mean over; and ranks with unlike ones."""
 
+import warnings
 from types import SimpleNamespace
 
 import keras
@@ -9,7 +10,8 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.keras.callbacks import metrics
 
 X, Y, WEIGHTS = np.ones((8, 3), "float32"), np.ones((8, 2), "float32"), np.linspace(0, 1, 8).astype("float32")
 
@@ -60,6 +62,32 @@ def test_metrics_with_a_number_for_each_class_are_those_of_all_ranks_and_others_
         return True
 
     assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+@pytest.mark.parametrize(("how", "told"), [
+    ("plain", True), ("distributed", False), ("of a train_step", False), ("by tapes", False), ("not compiled", False),
+])  # fmt: skip
+def test_an_epoch_of_a_plain_optimizer_is_told_of(how, told, monkeypatch):
+    """As of a model that was compiled anew, without `DistributedOptimizer`, to train further layers."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(), balancer=hvd.Balancer(4, engine=SoloEngine()))
+    if how != "not compiled":
+        model.compile(distributed if how == "distributed" else optimizer, "mse", jit_compile=False)
+    if how == "of a train_step":
+        model.of_parts = {"generator": distributed}
+    monkeypatch.setattr(metrics, "reduces_by_tapes", lambda: how == "by tapes")
+
+    def program(engine):
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        callback.set_model(model)
+        callback.on_train_begin()
+        callback.on_epoch_end(0, {"loss": 1.0})
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        World(2).run(program, timeout_s=10)
+    assert any("a plain SGD, and an epoch is over" in str(each.message) for each in found) == told
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -43,6 +43,11 @@ class _Series:
             weights.engine.on_reset_begin(self.forget)
         return held[key]
 
+    @property
+    def in_use(self) -> bool:
+        """Whether there is any tape."""
+        return bool(self._balancers)
+
     def forget(self) -> None:
         """Closes all reducers, at an elastic reset; later tapes make new ones."""
         for balancer in self._balancers:
@@ -53,6 +58,11 @@ class _Series:
 
 
 _SERIES = _Series()
+
+
+def reduces_by_tapes() -> bool:
+    """Whether there is a tape in this process that reduces gradients."""
+    return _SERIES.in_use
 
 
 class DistributedGradientTape:

@@ -59,15 +59,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
-        # Those of a train_step as well, each once.
-        optimizers = {id(each): each for each in [optimizer, *_optimizers_in(vars(self.model))]}
-        every = [*self.model.weights, *(v for each in optimizers.values() for v in getattr(each, "variables", ()))]
-        reducers = filter(None, map(reducer_of, optimizers.values()))
+        optimizers = optimizers_of(self.model)
+        every = [*self.model.weights, *(v for each in optimizers for v in getattr(each, "variables", ()))]
+        reducers = filter(None, map(reducer_of, optimizers))
         own = {id(v) for each in reducers if each.local is not None for v in each.local.own}
         variables = [v for v in every if id(v) not in self._local | own]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
         self.broadcast_done = whole
+
+
+def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of a model, each once: that which it was compiled with, and those of a `train_step`, which are its
+    attributes, or within them."""
+    found = [getattr(model, "optimizer", None), *_optimizers_in(vars(model))]
+    return list({id(each): each for each in found if each is not None}.values())
 
 
 def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:

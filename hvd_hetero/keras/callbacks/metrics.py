@@ -11,10 +11,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_hetero.engine import script
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.agreement import agree_text
 
 from .. import backend
+from ..reducer import reducer_of
+from ..tape import reduces_by_tapes
+from .broadcast import optimizers_of
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -34,7 +38,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Metrics of a validation are weighted by its samples: those that an `hvd.EvaluationDataset` deals to each rank, or
     all, if each rank validates on all.
 
-    If ranks are at the ends of different epochs, or have different metrics, all of them raise ValueError.
+    If ranks are at the ends of different epochs, or have different metrics, all of them raise ValueError. If the
+    model's optimizer is a plain one, as of a model that was compiled anew, it warns that ranks train apart.
 
     Args:
         device: an argument of Horovod without effect.
@@ -118,6 +123,18 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for (key, value), summed, weight in zip(own.items(), sums[:-1], sums[-1].tolist(), strict=True):
             mean = summed.reshape(value.shape) / weight if weight else np.full(value.shape, math.nan)
             logs[key] = mean if mean.ndim else float(mean)
+        if self._engine.size > 1:
+            self._warn_of_plain_optimizers()
+
+    def _warn_of_plain_optimizers(self) -> None:
+        """Warns if an epoch was trained with plain optimizers alone, as of a model that was compiled anew."""
+        optimizers = optimizers_of(self.model)
+        if optimizers and not any(map(reducer_of, optimizers)) and not reduces_by_tapes():
+            script.warn(
+                "Expected hvd.DistributedOptimizer(...) as the model's optimizer, also when it is compiled anew. "
+                f"Received: a plain {type(optimizers[0]).__name__}, and an epoch is over: unless the script averages "
+                "gradients by itself, each rank has trained a model of its own.",
+            )
 
     def _done(self, batch: int) -> range:
         """How many batches there may have been when Keras ends one of this number, which is that of the last one of an
