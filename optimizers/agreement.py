@@ -86,7 +86,7 @@ class BalancerArguments:
                 return str(error)
             if (getattr(self, name) or 0) > MOST:
                 return f"{name}: expected at most {MOST}. Received: {getattr(self, name)}."
-        if self.adaptive not in (False, True):
+        if not (self.adaptive is None or isinstance(self.adaptive, (Integral, np.bool_))):
             return f"adaptive: expected True or False. Received: {self.adaptive!r}."
         if not isinstance(self.rule, ReplanRule):
             return f"rule: expected an hvd.ReplanRule, or None. Received: {self.rule!r}."

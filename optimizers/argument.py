@@ -23,6 +23,8 @@ def number_of(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and math.prod(getattr(value, "shape", (0,))) == 1:
+            raise  # an error of the device, which comes to light where it is waited for
         of = f"a {type(value).__name__} of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
         raise TypeError(f"{name}: expected a number, or an array of one element. Received: {of}.") from error
 

@@ -588,7 +588,25 @@ def test_listeners_are_called_once_each_after_an_exchange_that_leads():
 def test_whether_plans_follow_speeds_is_yes_or_no():
     with pytest.raises(ValueError, match="adaptive: expected True or False. Received: 'no'"):
         Balancer(SoloEngine(), global_batch_size=4, adaptive="no")
-    assert not Balancer(SoloEngine(), global_batch_size=4, adaptive=0).arguments.adaptive
+    for no in (0, None, np.bool_(False)):
+        assert not Balancer(SoloEngine(), global_batch_size=4, adaptive=no).arguments.adaptive
+
+
+def test_an_error_of_the_device_that_a_count_is_on_stays_what_it_is():
+    class Count:
+        def __init__(self, *shape):
+            self.shape = shape
+
+        def __float__(self):
+            raise RuntimeError("out of memory, in a kernel before")
+
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.begin(4)
+    for one in (Count(), Count(1)):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            balancer.count(one)
+    with pytest.raises(TypeError, match=r"terms: expected a number.*of shape \[3\]"):
+        balancer.count(Count(3))
 
 
 @pytest.mark.parametrize(("rules", "text"), [

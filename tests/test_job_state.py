@@ -213,16 +213,23 @@ def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
         }
 
 
-@pytest.mark.parametrize(("leaving", "ranks", "saved"), [((0,), 1, [3]), ((), 1, []), ((0,), 2, []), ((0, 1), 2, [3])])
-def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, ranks, saved, monkeypatch):
+@pytest.mark.parametrize(("elastic", "leaving", "ranks", "saved", "ends"), [
+    (True, (0,), 1, [3], True), (True, (), 1, [], False), (True, (1,), 2, [], False), (True, (0, 1), 2, [3], True),
+    (False, (), 2, [], False), (False, (1,), 2, [3], True), (False, (0, 1), 2, [3], True),
+])  # fmt: skip
+def test_the_last_ranks_to_leave_a_job_save_its_checkpoint(elastic, leaving, ranks, saved, ends, monkeypatch):
+    """Of a job that is not elastic, all leave together."""
+    monkeypatch.setattr("hvd_hetero.engine.job_state.is_elastic", lambda: elastic)
     monkeypatch.setattr(Alone, "size", lambda self: ranks)
     monkeypatch.setattr(Alone, "allgather_object", lambda self, value, name: [rank in leaving for rank in range(ranks)])
     state, found = JobState({"epoch": 3}, horovod=Alone()), []
     state.at_end = lambda: found.append(state.epoch)
     try:
         state.commit()
-    except SystemExit as end:
-        assert end.code == EXIT_STATUS_LEFT and leaving
+    except (SystemExit, HostsUpdatedInterrupt) as end:
+        assert leaving and ends == (getattr(end, "code", None) == EXIT_STATUS_LEFT)
+    else:
+        assert not ends and not leaving
     assert found == saved
 
 
@@ -343,8 +350,9 @@ def test_who_was_told_to_end_since_the_last_exchange_ends_with_those_who_were_be
 
 
 @pytest.mark.parametrize("within", [None, (1, 2)])
-def test_who_was_told_to_end_does_so_at_a_commit_also_where_no_exchange_says_so(within):
+def test_who_was_told_to_end_does_so_at_a_commit_also_where_no_exchange_says_so(within, monkeypatch):
     """Without a balancer, or with one that some ranks have among themselves, where they have other numbers."""
+    monkeypatch.setattr("hvd_hetero.engine.job_state.is_elastic", lambda: True)
 
     def program(engine):
         given, some = {"epoch": 1}, engine.group(within) if within else None

@@ -410,15 +410,23 @@ class UnlikeBatches(keras.utils.PyDataset):
         return (np.zeros((4, 3 + index)),)
 
 
+def test_arrays_of_objects_are_for_loops_of_ones_own():
+    unlike, balancer = np.empty(4, object), Balancer(SoloEngine())
+    unlike[:] = [np.zeros(1 + place % 2) for place in range(4)]
+    for objects, kind in ((unlike, "ndarray"), (np.ones((4, 2), object), "int"), (np.array(["a", None] * 2), "None")):
+        dataset = BalancedDataset(np.zeros((4, 2)), objects, balancer=balancer, shuffle=False)
+        read = [lambda dataset=dataset: dataset[0]]
+        for batch in [*read, dataset.as_tf_dataset] if keras.backend.backend() == "tensorflow" else read:
+            with pytest.raises(TypeError, match=f"arrays of numbers or.*objects \\({kind}.*pad sequences"):
+                batch()
+    batch = next(iter(BalancedDataset(np.zeros(4), unlike, balancer=balancer, shuffle=False)))
+    assert [len(each) for each in batch[1]] == [1, 2, 1, 2]
+    assert len(BalancedDataset(np.array(["a", "b"], object), balancer=balancer)[0][0]) == 2
+
+
 def test_samples_have_one_shape_and_are_dense():
     with pytest.raises(TypeError, match="Expected dense arrays.*a SparseMatrix"):
         source_of(SparseMatrix(), None, None, global_batch_size=2)
-    unlike = np.empty(4, object)
-    unlike[:] = [np.zeros(1 + place % 2) for place in range(4)]
-    for objects, kind in ((unlike, "ndarray"), (np.ones((4, 2), object), "int"), (np.array(["a", None] * 2), "None")):
-        with pytest.raises(TypeError, match=f"arrays of numbers or.*objects \\({kind}.*pad sequences"):
-            source_of(np.zeros((4, 2)), objects, None, global_batch_size=2)
-    assert len(source_of(np.array(["a", "b"], object), None, None, global_batch_size=2)) == 2
     for given, shapes in ((Unlike(), r"\(3, 2\), \(4, 2\)"), (UnlikeBatches(), r"\(3,\), \(4,\)")):
         source = source_of(given, None, None, global_batch_size=8)
         with pytest.raises(ValueError, match=f"samples of one shape. Received: {shapes}. Pad"):

@@ -302,14 +302,15 @@ def test_what_takes_the_place_of_another_argument_is_named():
     raises(TypeError, "optimizer: expected a torch.optim.Optimizer. Received: a Linear",
            lambda: hvd.broadcast_optimizer_state(model, root_rank=0))
     for wrong, text in ((nn.Linear(2, 1), "a Linear"), (nn.Sequential(model), "a Linear among them"),
-                        (optimizer.state_dict(), "a (dict|list) among them"), ({"w": None}, "a NoneType among them")):
-        raises(TypeError, rf"params: expected tensors, as of model.state_dict\(\).* Received: {text}\.",
+                        (optimizer.state_dict(), "a (dict|list) by the name of (state|param_groups)"),
+                        ({"w": None}, "a NoneType by the name of w")):
+        raises(TypeError, rf"params: expected tensors, as of model.named_parameters.* Received: {text}\.",
                lambda wrong=wrong: hvd.broadcast_parameters(wrong, root_rank=0))
     for wrong in (torch.ones(3), None, [1.0]):
         raises(TypeError, "terms: expected a number, or an array of one element. Received: ",
                lambda wrong=wrong: balancer.count(wrong))
-    raises(TypeError, "eps: expected none. Received: a balancer", lambda: hvd.SyncBatchNorm(2, balancer))
-    raises(TypeError, "process_set: expected none. Received: a balancer",
+    raises(TypeError, "eps: expected no balancer", lambda: hvd.SyncBatchNorm(2, balancer))
+    raises(TypeError, "process_set: expected no balancer",
            lambda: hvd.SyncBatchNorm.convert_sync_batchnorm(model, balancer))
     raises(TypeError, "module: expected a torch.nn.Module. Received: None",
            lambda: hvd.SyncBatchNorm.convert_sync_batchnorm(None))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import elastic
-from .environment import is_first_worker
+from .environment import is_elastic, is_first_worker
 from .stderr import tell
 
 _exceptions: Any = importlib.import_module("horovod.common.exceptions")
@@ -198,7 +198,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
         With a local strategy the models are merged first. A rank that was told to end (SIGTERM) ends here, with exit
         status 75, and the others go on without it; if its host still has a slot, a new process takes its place. If all
-        ranks leave, a checkpoint is saved, if the job has one.
+        ranks leave, a checkpoint is saved, if the job has one; so all do in a job that is not elastic, if one does.
 
         Raises:
             SystemExit: on a rank that leaves.
@@ -208,6 +208,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.commits += 1
         self.save()
         leaving = self._all_leaving()
+        if leaving and not is_elastic():
+            leaving = list(range(self._horovod.size()))
         if self.at_end is not None and len(leaving) == self._horovod.size():
             self.at_end()
         elastic.let_leave(leaving, rank=self._horovod.rank())

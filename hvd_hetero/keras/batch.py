@@ -23,9 +23,24 @@ def as_floatx(leaf: np.ndarray) -> np.ndarray:
     return leaf.astype(keras.config.floatx(), copy=False) if leaf.dtype.kind == "f" else leaf
 
 
+def check_elements(batch: Batch) -> None:
+    """Raises TypeError for arrays of objects other than texts, such as sequences of unlike lengths, which Keras does
+    not take."""
+    objects = [leaf for leaf in keras.tree.flatten(batch) if leaf.dtype.kind == "O"]
+    kinds = {type(each).__name__ for leaf in objects for each in leaf.flat if not isinstance(each, (str, bytes))}
+    if kinds:
+        raise TypeError(
+            "x, y, sample_weight: expected arrays of numbers or, with TensorFlow, of texts. Received: one of objects "
+            f"({', '.join(sorted(kinds))}). Make it one of numbers: pad sequences to one length "
+            '(keras.utils.pad_sequences), and convert others with astype("float32"). A loop of your own gets them as '
+            "they are: for x, y in dataset."
+        )
+
+
 def with_texts(batch: Batch) -> Batch:
     """The batch, with its texts as the tensors that TensorFlow, which alone has any, makes of them: Keras takes no
-    arrays of them from a PyDataset."""
+    arrays of them from a PyDataset. Raises what `check_elements` does."""
+    check_elements(batch)
     if keras.backend.backend() != "tensorflow":
         return batch
     return keras.tree.map_structure(

@@ -17,7 +17,7 @@ from hvd_hetero.optimizers.unused_balancer import warn_of_none
 from . import backend
 from .ahead import Ahead
 from .balancer import Balancer
-from .batch import Batch, with_texts
+from .batch import Batch, check_elements, with_texts
 from .ending import free_at_exit
 from .randomness import Aside
 from .shards import ShardSource
@@ -256,9 +256,9 @@ class BalancedDataset(UntunedDataset):
         """A tf.data.Dataset whose iterations are epochs, with batches of any number of rows in its element_spec."""
         import tensorflow as tf
 
-        spec = keras.tree.map_structure(
-            lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._ahead.load(self.sampler.peek(0))
-        )
+        first = self._ahead.load(self.sampler.peek(0))
+        check_elements(first)
+        spec = keras.tree.map_structure(lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), first)
         dataset = tf.data.Dataset.from_generator(lambda: self._epoch(len(self), ahead=True), output_signature=spec)
         return untuned(dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(READ_AHEAD))
 

@@ -93,19 +93,6 @@ def _column(leaf: Any) -> np.ndarray:
     return found[:, None] if of_pandas else found
 
 
-def _check_elements(leaf: np.ndarray) -> None:
-    """Raises TypeError for an array of objects other than texts, such as sequences of unlike lengths."""
-    if leaf.dtype.kind != "O":
-        return
-    kinds = sorted({type(each).__name__ for each in leaf.flat if not isinstance(each, (str, bytes))})
-    if kinds:
-        raise TypeError(
-            "x, y, sample_weight: expected arrays of numbers or, with TensorFlow, of texts. Received: one of objects "
-            f"({', '.join(kinds)}). Make it one of numbers: pad sequences to one length "
-            '(keras.utils.pad_sequences), and convert others with astype("float32").'
-        )
-
-
 def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tuple (x, y, sample_weight) with weights of 1 in the place of each None among its sample weights.
 
@@ -123,7 +110,7 @@ class ArraySource:
     """A source of arrays in memory, or nested structures of arrays, with samples along the first axis.
 
     Raises:
-        ValueError, TypeError: arrays of unequal length or of objects, scalars, or what is not dense.
+        ValueError, TypeError: arrays of unequal length, scalars, or what is not dense.
     """
 
     block = 1
@@ -139,8 +126,6 @@ class ArraySource:
                 "x, y, sample_weight: expected arrays with samples along their first axis. Received: a scalar. A list "
                 "is one of several arrays: make an array of numbers, np.array(y)."
             )
-        for leaf in self.arrays:
-            _check_elements(leaf)
         lengths = sorted({len(leaf) for leaf in self.arrays})
         if len(lengths) != 1:
             raise ValueError(f"Expected arrays of the same number of samples. Received: {lengths}.")

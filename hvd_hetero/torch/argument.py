@@ -63,16 +63,17 @@ def check_optimizer(optimizer: Any) -> None:
 def check_broadcast(params: Any) -> None:
     """Raises TypeError for `params` of a broadcast that are no tensors, as a model by itself, or an optimizer's state.
     """
-    values = params.values() if isinstance(params, Mapping) else params
-    wrong = None if isinstance(values, Iterable) else f"a {type(values).__name__}"
-    for each in () if wrong else values:
-        value = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+    items = params.items() if isinstance(params, Mapping) else params
+    wrong = "" if isinstance(items, Iterable) else f"a {type(items).__name__}"
+    for each in () if wrong else items:
+        name, value = each if isinstance(each, tuple) and len(each) == 2 else ("", each)
         if not isinstance(value, torch.Tensor):
-            wrong = f"a {type(value).__name__} among them"
+            wrong = f"a {type(value).__name__}" + (f" by the name of {name}" if name else " among them")
     if wrong:
         raise TypeError(
-            "params: expected tensors, as of model.state_dict(), model.named_parameters() or model.parameters(). "
-            f"Received: {wrong}. For an optimizer there is hvd.broadcast_optimizer_state."
+            "params: expected tensors, as of model.named_parameters(), model.parameters() or a model.state_dict() of "
+            f"tensors. Received: {wrong}. Other objects take hvd.broadcast_object, and optimizers "
+            "hvd.broadcast_optimizer_state."
         )
 
 

@@ -91,7 +91,7 @@ class TorchState(JobState):
         if isinstance(part, torch.optim.Optimizer):
             # PyTorch loads what an optimizer of another class has saved as well, and the next step fails.
             lost = set().union(*(had - set(group) for had, group in zip(groups, part.param_groups, strict=False)))
-            if lost := lost & set(part.defaults):
+            if lost := lost & set(getattr(part, "defaults", ())):
                 raise ValueError(
                     f"Expected the state of an optimizer with {', '.join(sorted(lost))}, as {type(part).__name__}. "
                     f"Received: one with {', '.join(sorted(set(part.param_groups[0]) - {'params'}))}."

@@ -20,7 +20,7 @@ def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str, of_no
     if loss is None:
         return None
     local = loss.detach() if isinstance(loss, torch.Tensor) else loss
-    value = number_of("value", local) * terms if terms else 0.0
+    value = number_of("loss", local) * terms if terms else 0.0
     sums = engine.allreduce_async(torch.tensor([value, terms], dtype=torch.float64, device="cpu"), name=name).wait()
     mean = sums[0] / sums[1] if sums[1] else torch.full_like(sums[0], of_none)
     if not isinstance(loss, torch.Tensor):

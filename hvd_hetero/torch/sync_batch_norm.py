@@ -31,7 +31,7 @@ def _check_no_balancer(**arguments: Any) -> None:
     """Raises TypeError, naming the argument, for a balancer in the place of another argument."""
     for name, value in arguments.items():
         if isinstance(value, Balancer):
-            raise TypeError(f"{name}: expected none. Received: a balancer. Pass it by its name: balancer=balancer.")
+            raise TypeError(f"{name}: expected no balancer. Received: one. Pass it by its name: balancer=balancer.")
 
 
 _FORWARDS = {_BatchNorm.forward, torch.nn.SyncBatchNorm.forward}
@@ -51,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
             the statistics, and what flows back through them to its rows is left out.
 
     Raises:
-        TypeError: `balancer` is not a balancer, or another argument is one.
+        TypeError: `balancer` is not a balancer, or `eps` or `process_set` is one.
         RuntimeError: in training, on all ranks, where a rank of `balancer` may have several micro-batches.
     """
 

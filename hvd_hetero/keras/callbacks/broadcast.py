@@ -19,7 +19,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     are in lists, tuples and dicts that are. This happens before the first step, or right after it for a model that is
     built by that step. Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks,
     unless a script gives all the same seed; gradients of local steps that its optimizer has added up for the next
-    update; and what local steps have made of the model and of the optimizer's state, until they are merged.
+    update; and what local steps have made of the trained variables and of the optimizer's, until they are merged.
 
     Args:
         root_rank: the rank whose variables all get.

@@ -38,8 +38,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Metrics of a validation are weighted by its samples: those that an `hvd.EvaluationDataset` deals to each rank, or
     all, if each rank validates on all.
 
-    If ranks are at the ends of different epochs, or have different metrics, all of them raise ValueError. If the
-    model's optimizer is a plain one, as of a model that was compiled anew, it warns that ranks train apart.
+    If ranks are at the ends of different epochs, or have different metrics, all of them raise ValueError. It
+    warns of a model that has plain optimizers alone, as one that was compiled anew, unless the script has used a
+    `DistributedGradientTape`: ranks train apart then.
 
     Args:
         device: an argument of Horovod without effect.
