@@ -43,11 +43,6 @@ class _Series:
             weights.engine.on_reset_begin(self.forget)
         return held[key]
 
-    @property
-    def in_use(self) -> bool:
-        """Whether there is any tape."""
-        return bool(self._balancers)
-
     def forget(self) -> None:
         """Closes all reducers, at an elastic reset; later tapes make new ones."""
         for balancer in self._balancers:
@@ -62,7 +57,7 @@ _SERIES = _Series()
 
 def reduces_by_tapes() -> bool:
     """Whether there is a tape in this process that reduces gradients."""
-    return _SERIES.in_use
+    return bool(_SERIES._balancers)
 
 
 class DistributedGradientTape:
