@@ -195,10 +195,10 @@ def data_of(script: Script, rows: int) -> tuple[Any, ...]:
     inputs = {"x": draw.standard_normal((rows, 3))}
     if script.words:
         inputs["words"] = draw.randint(0, WORDS, (rows, 2)).astype("int32")
-    count = script.outputs
-    labels = [draw.randint(0, CLASSES, rows) if script.classes else draw.standard_normal((rows, 2))] * count
-    weights = [draw.uniform(0.1, 2.0, rows) for _ in range(count)] if script.sample_weights else []
-    return (inputs, *(tuple(part) if count > 1 else part[0] for part in (labels, weights) if part))
+    outputs = range(script.outputs)
+    labels = [draw.randint(0, CLASSES, rows) if script.classes else draw.standard_normal((rows, 2)) for _ in outputs]
+    weights = [draw.uniform(0.1, 2.0, rows) for _ in outputs] if script.sample_weights else []
+    return (inputs, *(tuple(part) if len(outputs) > 1 else part[0] for part in (labels, weights) if part))
 
 
 class Batches(keras.utils.PyDataset):
