@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
+from .environment import is_elastic
 from .stderr import tell
 from .termination import EXIT_STATUS_LEFT, TerminationHandler
 
@@ -113,7 +114,8 @@ def run(
         manager.register_listener(state)
         failures, changed = Failures(), False
         ranks, ours = size(), hasattr(state, "leave")
-        say = "this rank leaves at the next commit; the others go on."
+        others = "the others go on" if is_elastic() else "the others end with it"
+        say = f"this rank leaves at the next commit; {others}."
         handler = TerminationHandler(state.leave, say=say) if ours else None
         waiting = contextlib.nullcontext if handler is None else partial(handler.unreachable, state.leave_alone)
 
