@@ -158,11 +158,10 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
         state, (first, _), exchange = job()
         exchange.kept, tape = 2.0, take(first, "tape")
         tape.kept, first.step_timer.known = 1.0, (3.0, 0.5)
-        codecs, sums = state.codec_states(), state.sum_states()
+        kept = state.balancer_states()
         state, (first, second), exchange = job()
-        state.load_codec_states(codecs)
-        state.load_sum_states(sums)
-        assert exchange.kept == 2.0 and state.codec_states() == codecs
+        state.load_balancer_states(kept)
+        assert exchange.kept == 2.0 and state.balancer_states() == kept
         assert first.step_timer.reported[0] == 3.0, "at once: when the tape is used, the next batch has begun"
         state.save()
         assert (tape := take(first, "tape")).kept == 1.0
@@ -188,6 +187,19 @@ def test_what_codecs_keep_goes_back_with_what_was_made_of_it():
             exchange.kept = 9.0
             state.restore()
             assert exchange.kept == 2.0
+
+    World(1).run(program)
+
+
+def test_a_balancer_that_comes_with_a_part_assigned_later_goes_back_as_well():
+    def program(engine):
+        state = JobState({"balancer": Balancer(engine, global_batch_size=4)}, horovod=Alone())
+        balancer, exchange = Balancer(engine, global_batch_size=4), Exchange(2.0)
+        balancer.keepers.take("optimizer").put("gradients", [exchange], lambda: 1.0)
+        state.balancer = balancer
+        exchange.kept = 9.0
+        state.restore()
+        assert exchange.kept == 2.0
 
     World(1).run(program)
 

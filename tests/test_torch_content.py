@@ -48,7 +48,7 @@ def test_a_value_that_becomes_something_else_later(tmp_path):
     def program(engine):
         state = TorchState(torch.nn.Linear(2, 1), best=0.0)
         assert state.optimizer is None, "as Horovod's"
-        state.codec_states = list
+        state.balancer_states = list
         checkpoint = Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None)
         checkpoint.save()
         state.best = np.float32(0.5)
@@ -89,7 +89,7 @@ def test_what_can_be_saved_and_not_cloned_is_kept_all_the_same(tmp_path):
 
     def program(engine):
         state = TorchState(model, optimizer, epoch=0)
-        state.codec_states = list
+        state.balancer_states = list
         checkpoint = Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None)
         checkpoint.save()
         optimizer.state[model.weight]["codes"] = None
@@ -106,7 +106,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
 
     def program(engine, kind):
         state = TorchState(model, kind(model.parameters(), lr=0.1))
-        state.codec_states = list
+        state.balancer_states = list
         checkpoint = Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None)
         if not checkpoint.restore():
             checkpoint.save()

@@ -41,18 +41,14 @@ class Saved:
     Attributes:
         parts: the states of the parts, by name.
         values: the plain values, by name.
-        codecs: for each balancer the whole state of this rank's codecs, residuals included.
-        residuals: for each balancer the residuals alone, by optimizer, which any set of ranks can take over.
-        accumulated: for each balancer the gradients accumulated over batches, which are not exchanged yet.
-        streams: for each balancer the places of this rank in streams of its own.
+        balancers: for each balancer what this rank alone keeps there: see `JobState.balancer_states`.
+        residuals: for each balancer the residuals of codecs, by optimizer, which any set of ranks can take over.
     """
 
     parts: dict[str, Any]
     values: dict[str, Any]
-    codecs: list[Any]
+    balancers: list[dict[str, Any]]
     residuals: list[dict[str, Any]]
-    accumulated: list[Any]
-    streams: list[Any]
 
 
 class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
@@ -155,15 +151,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def _copies(self) -> Saved:
         """Copies of the present state."""
-        keepers = [balancer.keepers.named for balancer in self._balancers]
         return Saved(
             parts={name: self._copy(part.state_dict()) for name, part in self._parts.items()},
             values={name: _copied(value) for name, value in self._values().items()},
-            codecs=copy.deepcopy(self.codec_states()),
-            residuals=[{name: keeper.residuals() for name, keeper in named.items()} for named in keepers],
-            accumulated=self.sum_states(),
-            streams=self.stream_states(),
+            balancers=copy.deepcopy(self.balancer_states()),
+            residuals=[self._residuals(balancer) for balancer in self._balancers],
         )
+
+    def _residuals(self, balancer: Any) -> dict[str, Any]:
+        """What the codecs of each optimizer have not sent, by the name of the optimizer."""
+        return {name: keeper.residuals() for name, keeper in balancer.keepers.named.items()}
 
     def _values(self) -> dict[str, Any]:
         """The plain values of the job by name, without those that belong to this rank alone (`_stays`)."""
@@ -190,6 +187,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for each, found in self._parts.items():
             if found is not before.get(each):
                 self._saved.parts[each] = self._copy(found.state_dict())
+        known = len(self._saved.balancers)
+        self._saved.balancers += copy.deepcopy(self.balancer_states()[known:])
+        self._saved.residuals += [self._residuals(balancer) for balancer in self._balancers[known:]]
 
     # What a job does with it ----------------------------------------------------------------------------------------
 
@@ -264,9 +264,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             self._restore_part(part, self._copy(self._saved.parts[name]))
         for name, value in self._saved.values.items():
             setattr(self, name, _copied(value))
-        self.load_sum_states(self._saved.accumulated)
-        self.load_codec_states(copy.deepcopy(self._saved.codecs))
-        self.load_stream_states(self._saved.streams)
+        self.load_balancer_states(copy.deepcopy(self._saved.balancers))
 
     def sync(self) -> None:
         """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
@@ -291,7 +289,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         # numbers to the objects that they make.
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
             balancer.stateful_parts.made = max(counts)
-        accumulated = self._saved.accumulated if self._rebuilt else self.sum_states()
+        accumulated = [own["sums"] for own in (self._saved.balancers if self._rebuilt else self.balancer_states())]
         begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in accumulated]
         values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
@@ -362,10 +360,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         return self._content.saved(self.shared_state())  # type: ignore[no-any-return]
 
     def own_content(self) -> bytes:
-        """This rank's own part of a checkpoint: statistics of its samples, random states, what codecs have kept back,
-        gradients that are added up, and places in streams."""
-        kept = {"kept": self.codec_states(), "added": self.sum_states(), "streams": self.stream_states()}
-        return self._content.saved({**self._own_state(), **kept})  # type: ignore[no-any-return]
+        """This rank's own part of a checkpoint: statistics of its samples, random states, and `balancer_states`."""
+        state = {**self._own_state(), "balancers": self.balancer_states()}
+        return self._content.saved(state)  # type: ignore[no-any-return]
 
     def load_shared_content(self, content: bytes) -> None:
         """Goes on from what `shared_content` returned. Raises ValueError if it is of another job."""
@@ -375,9 +372,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Goes on from what `own_content` returned."""
         state = self._content.loaded(content)
         self._load_own_state(state)
-        self.load_codec_states(state["kept"])
-        self.load_sum_states(state["added"])
-        self.load_stream_states(state["streams"])
+        self.load_balancer_states(state["balancers"])
         self.save()
 
     def shared_state(self) -> dict[str, dict[str, Any]]:
@@ -385,33 +380,24 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         return {"parts": parts, "values": self._values()}
 
-    def codec_states(self) -> list[Any]:
-        """Returns the states of this rank's codecs, such as residuals: one entry for each balancer."""
-        return [balancer.keepers.state_dict() for balancer in self._balancers]
+    def balancer_states(self) -> list[dict[str, Any]]:
+        """Returns what this rank alone keeps at each balancer: the state of its codecs ("codecs"), the gradients that
+        it has accumulated and not exchanged yet ("sums"), and its places in streams that are its own ("streams")."""
+        return [
+            {
+                "codecs": balancer.keepers.state_dict(),
+                "sums": balancer.sums.state_dict(),
+                "streams": balancer.stateful_parts.own_state_dict(),
+            }
+            for balancer in self._balancers
+        ]
 
-    def load_codec_states(self, states: Sequence[Any]) -> None:
-        """Loads what `codec_states` returned on the rank of this number in a job of as many ranks."""
-        for balancer, state in zip(self._balancers, states, strict=False):
-            balancer.keepers.load_state_dict(state)
-
-    def sum_states(self) -> list[Any]:
-        """Returns the gradients that this rank has accumulated and not exchanged yet: one entry for each balancer."""
-        return [balancer.sums.state_dict() for balancer in self._balancers]
-
-    def load_sum_states(self, states: Sequence[Any]) -> None:
-        """Loads what `sum_states` returned on the rank of this number in a job of as many ranks. A balancer for which
-        `states` has no entry drops what it has accumulated."""
-        for index, balancer in enumerate(self._balancers):
-            balancer.sums.load_state_dict(states[index] if index < len(states) else {})
-
-    def stream_states(self) -> list[Any]:
-        """Returns this rank's places in streams that are its own: one entry for each balancer."""
-        return [balancer.stateful_parts.own_state_dict() for balancer in self._balancers]
-
-    def load_stream_states(self, states: Sequence[Any]) -> None:
-        """Loads what `stream_states` returned on the rank of this number in a job of as many ranks."""
-        for balancer, state in zip(self._balancers, states, strict=False):
-            balancer.stateful_parts.load_own_state_dict(state)
+    def load_balancer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Loads what `balancer_states` returned on the rank of this number in a job of as many ranks."""
+        for balancer, state in zip(self._balancers, states, strict=True):
+            balancer.keepers.load_state_dict(state["codecs"])
+            balancer.sums.load_state_dict(state["sums"])
+            balancer.stateful_parts.load_own_state_dict(state["streams"])
 
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Loads what `shared_state` returned, and saves it for `restore`. With a local strategy a collective call.
@@ -430,5 +416,6 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 tell(f"hvd_hetero: not made before the checkpoint was restored, so begun anew: {', '.join(late)}.")
         for name, value in state["values"].items():
             setattr(self, name, value)
-        self.load_sum_states(())
+        for balancer in self._balancers:
+            balancer.sums.load_state_dict({})
         self.save()
