@@ -152,6 +152,9 @@ def test_steps_without_samples_are_no_measure_of_other_ranks():
         lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 4, 4), samples=(8, 4, 0))
         lengths.hear((0.1, 0.2, 1e-4))
     assert lengths.by_rank == (4, 2, 4) and lengths.intervals == (1, 1, 1)
+    lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 2, 4), samples=(8, 0, 4))
+    lengths.hear((0.1, 1e-4, 0.2))
+    assert lengths.by_rank == (4, 4, 4), "the length of one that has none now does not stay"
 
 
 def test_a_rank_that_has_samples_again_and_no_known_time_gets_no_length_from_those_of_others():
