@@ -544,6 +544,17 @@ def test_each_phase_begins_with_the_first_lane_as_after_a_failure_ranks_may_have
     assert found == ["0", "0", "1", "0"]
 
 
+def test_nothing_is_owed_or_under_way_of_steps_that_were_broken_off():
+    rounds, store, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=2, warmup_steps=0), START)
+    rounds.fragments[0].done = lambda: False
+    for _ in range(3):
+        balancer.begin(1)
+        rounds.after_step(1.0)
+    assert rounds.fragments[0].under_way and rounds.fragments[0].work.steps == 1
+    rounds.begin()
+    assert not rounds.fragments[0].under_way and rounds.fragments[0].work == LocalWork()
+
+
 def test_a_rank_that_gives_way_at_its_bound_lets_its_loader_deal_on():
     """Another rank waits for this one in a validation, say, and the answer to this one's contribution comes later."""
     rounds, store, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=1, bound_rounds=1, warmup_steps=0), START)

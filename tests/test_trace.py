@@ -548,6 +548,18 @@ def test_a_plan_that_holds_from_the_step_that_a_run_goes_on_from_is_kept(tmp_pat
     assert record.session_starts == {0, PLAN.step}
 
 
+def test_a_session_that_was_undone_or_made_no_step_leaves_neither_plan_nor_first_step(tmp_path):
+    later = Plan(version=1, step=4, shares=(6, 2), reason="")
+    for begins, steps, plans in [(0, 10, [PLAN]), (8, 4, []), (8, 0, [later]), (5, 9, [])]:
+        with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+            for plan in plans:
+                trace.plan(plan)
+            for step in range(begins, begins + steps):
+                trace.step(step=step, samples=4)
+    record = read(tmp_path).ranks[0]
+    assert record.plans == [PLAN] and record.session_starts == {0, 5} and record.sessions == 4
+
+
 @pytest.mark.parametrize("wrong", [{"rank": 0, "flush_every_s": -1.0}, {"rank": 0, "flush_every_s": float("nan")},
                                    {"rank": -1, "flush_every_s": 1.0}])
 def test_a_single_argument_that_is_wrong_is_refused(tmp_path, wrong):
