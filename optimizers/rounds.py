@@ -206,7 +206,7 @@ class Rounds:
     def _due(self, fragment: Fragment) -> bool:
         """Whether this rank has completed a round of `fragment`, and is to send its contribution."""
         # The first rounds of fragments have different lengths, so that fragments merge in turn.
-        first = max(1, self.round_steps * (fragment.index + 1) // len(self.fragments))
+        first = self.round_steps * (fragment.index + 1) // len(self.fragments)
         return fragment.work.steps >= (first if fragment.work.steps == self._stepped else self.round_steps)
 
     def finish(self) -> None:
