@@ -638,6 +638,18 @@ def test_a_rank_that_was_on_several_hosts_has_one_record(tmp_path):
         read(tmp_path / "c")
 
 
+@pytest.mark.parametrize("recorded", [(1, 2), (0, 1, 2)])
+def test_without_a_step_of_rank_0_who_is_there_is_known_of_who_recorded_last(tmp_path, recorded):
+    for rank, shares, ends in ((0, (3, 3, 2), 0), (1, (4, 4), 9), (2, (3, 3, 2), 4)):
+        if rank in recorded:
+            with Trace(tmp_path, rank=rank, clock=Clock()) as trace:
+                trace.plan(Plan(version=0, step=0, shares=shares, reason=""))
+                for step in range(ends):
+                    trace.step(step=step, samples=4, t_s=100.0 + step)
+    run = read(tmp_path)
+    assert set(run.present) == {0, 1} & set(recorded) and run.gone == (2,) and run.missing == (0,)
+
+
 def test_a_trace_ends_with_who_holds_it_and_nothing_of_it_is_lost(tmp_path):
     for number in range(8):
         trace = record.trace_of(str(tmp_path / str(number)), rank=0, clock=lambda: 0.0)
