@@ -39,9 +39,8 @@ def checksum(arrays: Iterable[Any], start: int = 0) -> int:
     """
     for some in map(_some_rows, arrays):
         picture = some.dtype.itemsize == 1 and some.ndim > 2
-        if some.dtype.kind not in "biu" or picture or not some.size:
-            continue
-        start = zlib.crc32(some.astype(some.dtype.newbyteorder("<")).tobytes(), start)
+        if some.dtype.kind in "biu" and not picture:
+            start = zlib.crc32(some.astype(some.dtype.newbyteorder("<")).tobytes(), start)
     return start
 
 

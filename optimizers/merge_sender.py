@@ -115,7 +115,7 @@ class MergeSender:
         short batches, of which this rank's part is rounded, w is what it would be of all samples, in proportion.
         """
         sent, work = self._sending.contribution, self._sending.work
-        if not sent.reach or not sent.weight:
+        if not sent.weight:
             return 0.0
         weight = sent.weight if self._fednova else work.of_all / self.unit
         # Rounded, so that it is the same number in each round of the same batches: then nothing has to be rescaled.

@@ -131,7 +131,6 @@ class ComputeMeter:
                 self._waiting_s += piece.waiting_s
                 self._aside_s += piece.aside_s
             self._mark_s = end.processor_s
-        self._pieces.clear()
         self._start = None
 
     def now(self) -> Moment:

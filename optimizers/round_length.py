@@ -36,7 +36,6 @@ class RoundLengths:
     """
 
     def __init__(self, rule: LocalSGD, size: int, *, most_missed: int = 0) -> None:
-        self._limited = rule.drift_limit is not None
         self._guard = Guard(round_steps=rule.round_steps, limit=rule.drift_limit or math.inf)
         self._most = most_missed + 1
         self._idle = [False] * size  # by rank: whether its last steps had no sample, and so no valid time
@@ -69,9 +68,8 @@ class RoundLengths:
             return 0.0, 0.0
         drift = drift_ratio(spread, weight, square / reach**2)
         whole = all(k > 0 or idle for idle, k in zip(self._idle, steps, strict=True))  # no rank with samples missed it
-        some = [n for n in samples if n > 0]
-        noise = noise_ratio(some, [1 / n for n in some]) if some else 0.0
-        if self._limited and whole:
+        noise = noise_ratio(sum(n > 0 for n in samples))
+        if whole:
             self._guard = self._guard.after(drift, noise)
         return drift, noise
 

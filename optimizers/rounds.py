@@ -150,8 +150,8 @@ class Rounds:
         """The part of a global batch that is this rank's, by the plans: a script may not keep to them. The mean over
         the global batches of the update that the last one ends, between which the plan may change. For a rank without a
         share in any of them, `samples`, those of the whole update, count in its place."""
-        batches, last = self._batches(), max(self.balancer.step, 0)
-        planned = sum(self.balancer.plan_at(max(last - before, 0)).shares[self.rank] for before in range(batches))
+        batches, last = self._batches(), self.balancer.step
+        planned = sum(self.balancer.plan_at(last - before).shares[self.rank] for before in range(batches))
         return (planned or samples) / (batches * self.balancer.global_batch_size)
 
     def _part_of_all(self, samples: float) -> float | None:
@@ -206,7 +206,7 @@ class Rounds:
     def _due(self, fragment: Fragment) -> bool:
         """Whether this rank has completed a round of `fragment`, and is to send its contribution."""
         # The first rounds of fragments have different lengths, so that fragments merge in turn.
-        first = max(1, self.round_steps * (fragment.index + 1) // len(self.fragments))
+        first = self.round_steps * (fragment.index + 1) // len(self.fragments)
         return fragment.work.steps >= (first if fragment.work.steps == self._stepped else self.round_steps)
 
     def finish(self) -> None:

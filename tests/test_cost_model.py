@@ -59,8 +59,29 @@ def test_without_a_second_rank_on_every_node_all_goes_through_leaders(sizes):
         assert expected_s(algorithm, 1e6, topology) == expected_s("leader", 1e6, topology)
 
 
-def test_what_is_missing_is_named():
+@pytest.mark.parametrize("algorithm", ["flat", "leader"])
+def test_the_largest_node_takes_longest_wherever_it_is(algorithm):
+    found = [
+        expected_s(algorithm, 1e6, Topology(nodes=nodes(*sizes), local=LOCAL, cross=ETHERNET))
+        for sizes in ((3, 1), (1, 3), (3, 2) if algorithm == "leader" else (2, 2))
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(("sizes", "links", "enough"), [
+    ((2, 2), {}, False), ((2, 2), {"local": LOCAL}, False), ((2, 2), {"cross": SLOW}, False), ((1, 1), {}, False),
+    ((1, 1), {"cross": SLOW}, True), ((2,), {}, False), ((2,), {"local": LOCAL}, True), ((1,), {}, True),
+])  # fmt: skip
+def test_a_link_is_missed_where_it_is_needed(sizes, links, enough):
+    topology = Topology(nodes=nodes(*sizes), **links)
+    if enough:
+        assert (expected_s("flat", 1.0, topology) > 0.0) == (sizes != (1,))
+        assert expected_s("flat", 1.0, topology) == pytest.approx(expected_s("rails", 1.0, topology), rel=1e-3)
+        return
     with pytest.raises(ValueError, match="topology: expected measured links"):
-        expected_s("flat", 1.0, Topology(nodes=nodes(2, 2)))
+        expected_s("flat", 1.0, topology)
+
+
+def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="algorithm: expected flat, rails, scatter or leader. Received: 'ring'"):
         expected_s("ring", 1.0, Topology(nodes=nodes(2), local=LOCAL))

@@ -31,6 +31,7 @@ def test_what_hosts_may_do_differently_is_left_out():
     plain = checksum([TOKENS])
     assert checksum([TOKENS, pictures, noise, texts, np.zeros((0, 3), int)]) == plain
     assert checksum([TOKENS.astype(">i8"), ]) == plain  # a host of the other order of bytes
+    assert checksum([TOKENS, TOKENS.reshape(5000, 5, 2)]) != plain  # wider numbers are no picture
 
 
 def test_of_a_single_sample_numbers_and_texts_are_told_apart():
@@ -44,6 +45,7 @@ def test_of_a_single_sample_numbers_and_texts_are_told_apart():
     assert len({whole(*leaves) for leaves in others}) == len(others)
     assert whole("ab") == whole(b"ab") == whole(np.frombuffer(b"ab", np.uint8))
     assert whole(1.5, None, 12) == whole(2.5, 12)
+    assert whole(np.zeros((2, 3))) == whole(np.ones((2, 3))) != whole(np.zeros((3, 2)))
 
 
 @pytest.mark.parametrize("leaf", [7, "token"])
@@ -58,7 +60,7 @@ def test_of_large_data_some_rows_are_looked_at():
     between[1] = 0
     assert checksum([between]) == checksum([TOKENS])
     vast = np.lib.stride_tricks.as_strided(np.zeros(1, int), (10**6, 10**6), (0, 0))  # as if of 8 TB
-    assert checksum([vast]) == checksum([np.zeros((1, 10**6), int)])
+    assert checksum([vast]) == checksum([np.zeros((1, 10**6), int)]) != checksum([])
 
 
 def test_rows_are_chosen_before_they_become_an_array():

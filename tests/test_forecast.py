@@ -116,6 +116,17 @@ def test_who_is_slowest_is_judged_at_a_usual_share():
     assert titles == ["without rank 1", "without ranks 0, 1"]
 
 
+def test_of_fewer_samples_than_ranks_the_slowest_are_left_out_first_as_well():
+    titles = [each.title for each in forecasts(models(0.003, 0.004, 0.0031), 2) if each.way is Way.FEWER]
+    assert titles == ["without rank 1", "without ranks 1, 2"]
+
+
+def test_a_rank_alone_is_told_so_and_many_that_are_left_out_are_counted():
+    assert advice(forecasts(models(0.001), 64)).startswith("There is one rank alone")
+    slow = [each.title for each in forecasts(models(0.001, *[0.002] * 9), 64) if each.way is Way.FEWER]
+    assert slow[7:] == ["without ranks 1, 2, 3, 4, 5, 6, 7, 8", "without the 9 slowest ranks"]
+
+
 def test_of_many_ranks_not_every_number_is_left_out():
     assert counts(0) == [] and counts(1) == [1] and counts(16) == list(range(1, 17))
     many = counts(255)

@@ -434,6 +434,7 @@ def test_an_outer_optimizer_needs_its_state():
             Outer(**wrong)
     with pytest.raises(ValueError, match="outer: expected the state of Outer"):
         Outer().check_state({"momentum": np.zeros(3)})
+    Outer(momentum=0.9, nesterov=True).check_state({})  # as of a job without a merge so far
 
 
 def test_a_rank_whose_progress_is_not_finite_goes_on_from_the_last_merge_at_once():

@@ -1,5 +1,7 @@
 """Residuals of codecs in merges of local SGD: law 6 where shares, batches or the set of ranks change between merges."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -17,22 +19,25 @@ def gradient_of(rank):
     return torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)).double()
 
 
-def optimizer_of(weight, balancer, density, *, compression=None):
+def optimizer_of(weight, balancer, density, *, compression=None, weights="samples"):
     return hvd.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), balancer=balancer, strategy=EVERY_STEP,
+        torch.optim.SGD([weight], lr=1.0), balancer=balancer, strategy=replace(EVERY_STEP, weights=weights),
         compression=compression or hvd.Compression.topk(density, warmup_steps=0),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("change", ["plan", "short batch", "optimizer"])
-def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution(change):
+@pytest.mark.parametrize(("change", "weights"), [
+    ("plan", "samples"), ("short batch", "samples"), ("optimizer", "samples"), ("short batch", "fednova"),
+    ("optimizer", "fednova"),
+])  # fmt: skip
+def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution(change, weights):
     """All ranks have the same gradient in each step, so that the model and the residuals together move by their sum."""
 
     def program(engine):
         torch.set_num_threads(1)
         weight = nn.Parameter(torch.zeros(64, 64).double())
         balancer = hvd.Balancer(WHOLE, engine=engine, shares=None, adaptive=False)
-        optimizer = optimizer_of(weight, balancer, density=0.01)
+        optimizer = optimizer_of(weight, balancer, density=0.01, weights=weights)
         used = []
         for step in range(10):
             share = balancer.deal(step).shares[engine.rank]
@@ -45,7 +50,7 @@ def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution
                 )
             if change == "optimizer" and step == 5:
                 optimizer.merge()
-                optimizer = optimizer_of(weight, balancer, density=0.01)
+                optimizer = optimizer_of(weight, balancer, density=0.01, weights=weights)
             optimizer.zero_grad()
             (weight * gradient_of(0)).sum().backward()
             optimizer.step()

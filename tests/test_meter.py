@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hvd_hetero.engine.stopwatch import WallClock
-from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter
+from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter, Pace
 
 
 class Rank:
@@ -308,3 +308,26 @@ def test_a_segment_may_end_or_begin_anew_within_what_is_excluded_from_it(call, s
     rank.passes(0.25)
     rank.meter.pause()
     assert rank.meter.take().seconds() == seconds
+
+
+def test_a_segment_that_is_discarded_is_neither_compute_nor_service():
+    rank = Rank(1.0)
+    rank.meter.run()
+    rank.passes(5.0)
+    assert rank.step(compute=1.0, service=0.1, link_s=0.5) == (pytest.approx(1.0), pytest.approx(0.1))
+
+
+def test_what_is_done_aside_of_no_segment_opens_none():
+    rank = Rank(1.0)
+    with rank.meter.aside(waits=True):
+        rank.passes(1.0)
+    assert not rank.meter.running and not rank.meter.take().segments and rank.meter.take_aside_s() == 0.0
+
+
+def test_the_usual_time_of_a_step_is_the_median_from_beginning_to_beginning():
+    now = [0.0]
+    pace, found = Pace(clock=lambda: now[0]), []
+    for now[0] in (0.0, 1.0, 9.0, 10.0, 12.0):
+        pace.begin()
+        found.append((pace.last_s, pace.usual_s))
+    assert found == [(None, None), (1.0, 1.0), (8.0, 4.5), (1.0, 1.0), (2.0, 1.5)]

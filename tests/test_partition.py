@@ -131,8 +131,9 @@ def test_wrong_arguments_say_what_was_received():
         split([model()], 0)
     with pytest.raises(ValueError, match="upper: expected at least lower"):
         Bound(lower=3, upper=2)
-    with pytest.raises(ValueError, match="Received: 0 and 0"):
-        Bound(quantum=0)
+    for wrong, received in (({"quantum": 0}, "0 and 0"), ({"lower": -1}, "-1 and 1")):
+        with pytest.raises(ValueError, match=f"Received: {received}"):
+            Bound(**wrong)
 
 
 def test_a_slower_rank_has_no_more_than_a_faster_one_of_the_same_quantum():

@@ -18,6 +18,7 @@ from hvd_hetero.optimizers.speed_measurements import PriorModels
 from hvd_hetero.policy import replan
 from hvd_hetero.policy.ladder import idle_since
 from hvd_hetero.policy.partition import Bound, split, step_time_s
+from hvd_hetero.policy.rank_match import match_ranks
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
 BATCH, STEPS = 64, 300
@@ -280,6 +281,32 @@ def test_what_was_measured_of_a_rank_before_it_went_out_does_not_count_when_it_c
     assert planner.accept(announced(1, (8, 0)), 21) is None, "it is known"
     assert planner.accept(announced(2, (7, 1)), 400) is not None
     assert not planner._measurements.recent[1] and len(planner._measurements.recent[0]) > 10
+
+
+def test_the_first_steps_with_a_plan_are_not_measured_nor_those_of_what_loaders_had_ready() -> None:
+    planner = planner_of(2)
+    for step in range(10):
+        planner.observe(step, (16, 16), (0.1, 0.1), dealt_ahead=9)
+    early = planner._measurements.recent[0]
+    said = Announcement(version=1, shares=(8, 24), reason="", predicted_step_s=0.0, strategy="synchronous")
+    plan = planner.accept(said, 10, dealt_ahead=3)
+    assert plan is not None and plan.step == 14 and plan.predicted_step_s is None
+    for step in range(10, 20):
+        planner.observe(step, planner.plan_at(step).shares, (0.1, 0.1))
+    late = planner._measurements.recent[0][len(early) :]
+    assert len(early) == 7 and [seen.samples for seen in late] == [16] * 4 + [8] * 4
+
+
+@pytest.mark.parametrize(("saved", "now", "expected"), [
+    ([(1, 0), (2, 0)], [(1, 0), (2, 0)], [0, 1]),
+    ([(1, 0), (1, 0)], [(1, 0), (1, 0)], [0, 1]),
+    ([(1, 0), (2, 0)], [(2, 0), (7, 0), (1, 0)], [1, None, 0]),
+    ([(1, 0), (2, 0), (3, 5)], [(7, 0), (8, 0), (9, 0), (4, 5)], [0, 1, None, 2]),
+    ([(1, 0), (2, 5)], [(2, 0), (1, 5)], [1, 0]),
+])
+def test_a_rank_goes_on_with_what_was_measured_of_its_device_or_else_of_one_of_its_kind(saved, now, expected) -> None:
+    """Each is gone on with once."""
+    assert match_ranks(saved, now) == expected
 
 
 def test_measurements_follow_a_rank_to_its_new_number():

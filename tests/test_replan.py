@@ -207,6 +207,7 @@ def test_every_rank_decides_the_same():
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Plan(version=0, step=-1, shares=(1,), reason=""), "Received: 0 and -1"),
+    (lambda: Plan(version=-1, step=0, shares=(1,), reason=""), "Received: -1 and 0"),
     (lambda: Plan(version=0, step=0, shares=(1, -1), reason=""), "Received: \\(1, -1\\)"),
     (lambda: ReplanRule(minimum_gain=-0.1), "minimum_gain: expected a number, 0 or more. Received: -0.1"),
     (lambda: ReplanRule(trust_region=1.0), "trust_region: .* Received: 1.0"),

@@ -152,6 +152,28 @@ def test_steps_without_samples_are_no_measure_of_other_ranks():
         lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 4, 4), samples=(8, 4, 0))
         lengths.hear((0.1, 0.2, 1e-4))
     assert lengths.by_rank == (4, 2, 4) and lengths.intervals == (1, 1, 1)
+    lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 2, 4), samples=(8, 0, 4))
+    lengths.hear((0.1, 1e-4, 0.2))
+    assert lengths.by_rank == (4, 4, 4), "the length of one that has none now does not stay"
+
+
+def test_a_rank_that_has_samples_again_and_no_known_time_gets_no_length_from_those_of_others():
+    lengths = RoundLengths(LocalSGD(round_steps=4), 3, most_missed=3)
+    lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 4, 4), samples=(8, 4, 0))
+    lengths.hear((0.1, 2.0, 0.0))
+    assert lengths.by_rank == (4, 1, 4) and lengths.intervals == (1, 2, 1)
+    lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 4, 4), samples=(8, 4, 1))
+    lengths.hear((0.1, 2.0, 0.0))
+    assert lengths.by_rank == (4, 4, 4) and lengths.intervals == (1, 1, 1)
+
+
+@pytest.mark.parametrize("reach", [1.0, 3.0])
+def test_the_drift_of_a_merge_is_in_no_unit_and_noise_is_that_of_the_ranks_with_samples(reach):
+    lengths = RoundLengths(LocalSGD(round_steps=4), 3)
+    seen = lengths.watch((12.0, reach, 60.0), reach**2, steps=(2, 2, 2), samples=(8, 4, 0))
+    assert seen == pytest.approx((2.0, 1.0))
+    for sums, square in (((12.0, reach, 60.0), math.inf), ((0.0, 0.0, 0.0), 0.0)):
+        assert lengths.watch(sums, square, steps=(2, 2, 2), samples=(8, 4, 0)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("rule", [
@@ -173,6 +195,13 @@ def test_the_guard_does_not_take_a_merge_that_ranks_missed_for_agreement():
         lengths.watch((2.0, 2.0, 400.0), 1.0, steps=(8, 8), samples=(8, 8))
         for _ in range(3):
             lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(8, 0), samples=(8, 0))
+    assert lengths.longest == 1
+
+
+def test_a_rank_without_samples_is_not_missed_in_a_merge():
+    lengths = RoundLengths(LocalSGD(round_steps=8), 3, most_missed=3)
+    for steps in ((8, 8, 8), *[(8, 8, 0)] * 19):
+        lengths.watch((2.0, 2.0, 400.0), 1.0, steps=steps, samples=(8, 8, 0))
     assert lengths.longest == 1
 
 
@@ -299,10 +328,12 @@ def test_a_saved_state_goes_on():
     assert World(2).run(program) == [(True, True)] * 2
 
 
-def test_rounds_are_no_longer_than_the_rule_says_where_a_state_has_longer_ones():
-    lengths = RoundLengths(LocalSGD(round_steps=4), 2)
-    lengths.resume(16)
-    assert lengths.longest == 4 and lengths.by_rank == (4, 4)
+@pytest.mark.parametrize(("saved", "longest"), [(16, 4), (2, 2)])
+def test_rounds_are_as_long_as_a_state_has_them_and_no_longer_than_the_rule_says(saved, longest):
+    lengths = heard([0.1, 2.0], rule=LocalSGD(round_steps=4), most_missed=3)
+    assert lengths.by_rank == (4, 1) and lengths.intervals == (1, 2)
+    lengths.resume(saved)
+    assert lengths.longest == longest and lengths.by_rank == (longest,) * 2 and lengths.intervals == (1, 1)
 
 
 def test_rounds_that_begin_anew_know_nothing_of_the_steps_before():
@@ -511,6 +542,17 @@ def test_each_phase_begins_with_the_first_lane_as_after_a_failure_ranks_may_have
             rounds.after_step(1.0)
             found.append(rounds.fragments[0].operation.split(".")[1])
     assert found == ["0", "0", "1", "0"]
+
+
+def test_nothing_is_owed_or_under_way_of_steps_that_were_broken_off():
+    rounds, store, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=2, warmup_steps=0), START)
+    rounds.fragments[0].done = lambda: False
+    for _ in range(3):
+        balancer.begin(1)
+        rounds.after_step(1.0)
+    assert rounds.fragments[0].under_way and rounds.fragments[0].work.steps == 1
+    rounds.begin()
+    assert not rounds.fragments[0].under_way and rounds.fragments[0].work == LocalWork()
 
 
 def test_a_rank_that_gives_way_at_its_bound_lets_its_loader_deal_on():

@@ -548,6 +548,18 @@ def test_a_plan_that_holds_from_the_step_that_a_run_goes_on_from_is_kept(tmp_pat
     assert record.session_starts == {0, PLAN.step}
 
 
+def test_a_session_that_was_undone_or_made_no_step_leaves_neither_plan_nor_first_step(tmp_path):
+    later = Plan(version=1, step=4, shares=(6, 2), reason="")
+    for begins, steps, plans in [(0, 10, [PLAN]), (8, 4, []), (8, 0, [later]), (5, 9, [])]:
+        with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+            for plan in plans:
+                trace.plan(plan)
+            for step in range(begins, begins + steps):
+                trace.step(step=step, samples=4)
+    record = read(tmp_path).ranks[0]
+    assert record.plans == [PLAN] and record.session_starts == {0, 5} and record.sessions == 4
+
+
 @pytest.mark.parametrize("wrong", [{"rank": 0, "flush_every_s": -1.0}, {"rank": 0, "flush_every_s": float("nan")},
                                    {"rank": -1, "flush_every_s": 1.0}])
 def test_a_single_argument_that_is_wrong_is_refused(tmp_path, wrong):
@@ -624,6 +636,18 @@ def test_a_rank_that_was_on_several_hosts_has_one_record(tmp_path):
     assert sorted(run.ranks) == [1, 2] and len(run.ranks[2].steps) == 6
     with pytest.raises(FileNotFoundError, match="or with one for each host"):
         read(tmp_path / "c")
+
+
+@pytest.mark.parametrize("recorded", [(1, 2), (0, 1, 2)])
+def test_without_a_step_of_rank_0_who_is_there_is_known_of_who_recorded_last(tmp_path, recorded):
+    for rank, shares, ends in ((0, (3, 3, 2), 0), (1, (4, 4), 9), (2, (3, 3, 2), 4)):
+        if rank in recorded:
+            with Trace(tmp_path, rank=rank, clock=Clock()) as trace:
+                trace.plan(Plan(version=0, step=0, shares=shares, reason=""))
+                for step in range(ends):
+                    trace.step(step=step, samples=4, t_s=100.0 + step)
+    run = read(tmp_path)
+    assert set(run.present) == {0, 1} & set(recorded) and run.gone == (2,) and run.missing == (0,)
 
 
 def test_a_trace_ends_with_who_holds_it_and_nothing_of_it_is_lost(tmp_path):

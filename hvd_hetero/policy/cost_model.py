@@ -42,7 +42,7 @@ def expected_s(algorithm: str, size_bytes: float, topology: Topology, *, ratio: 
         raise ValueError("topology: expected measured links (see hvd_hetero.engine.probe). Received: one without.")
     slow = cross if nodes > 1 else local
     if algorithm == "flat":
-        if ranks == 1 or slow is None:
+        if slow is None:  # one rank alone
             return 0.0
         sent_bytes = 2 * (ranks - 1) / ranks * size_bytes / ratio
         return 2 * (ranks - 1) * slow.latency_s + sent_bytes / slow.bandwidth_bytes_per_s
@@ -51,7 +51,7 @@ def expected_s(algorithm: str, size_bytes: float, topology: Topology, *, ratio: 
         sent_bytes = (2.0 if algorithm == "leader" or rails == 1 else 2 * (most - 1) / most) * size_bytes
         within = 2 * (most - 1) * local.latency_s + sent_bytes / local.bandwidth_bytes_per_s
     between = 0.0
-    if cross is not None and nodes > 1:
+    if cross is not None:
         sent_bytes = 2 * (nodes - 1) / nodes * size_bytes / ratio
         between = 2 * (nodes - 1) * cross.latency_s + sent_bytes / cross.bandwidth_bytes_per_s
     return within + between

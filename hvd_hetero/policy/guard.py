@@ -6,8 +6,9 @@ With u_i the progress of rank i in a round (its delta over its norm, see `local_
 
 A fixed limit on this ratio would be wrong. Gradient noise of variance v_i alone gives, however short the round,
 
-    noise ratio = sqrt(mean v / sum p_i^2 v_i - 1)          p = w / sum w;  sqrt(N - 1) for N equal ranks
+    noise ratio = sqrt(mean v / sum p_i^2 v_i - 1) = sqrt(N - 1)          p = w / sum w;  N ranks with samples
 
+as the weights are the samples, to which the variances are inverse, or are equal (FedNova),
 and a direction that all ranks have in common makes the drift ratio smaller. A drift ratio *above* the noise ratio needs
 deviations that cancel in the mean: ranks that pull the model to different places. Noise grows with the root of the
 number of steps and such pulls grow with the number of steps, so the square of drift ratio over noise ratio is about
@@ -27,7 +28,6 @@ does not oscillate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 HARMLESS = 0.5      # a noise ratio counts as no less: drift below this is harmless, as ranks go nearly the same way
@@ -117,22 +117,6 @@ def drift_ratio(spread_sum: float, weight_sum: float, mean_square: float) -> flo
     return math.sqrt(is_local / mean_square)
 
 
-def noise_ratio(weights: Sequence[float], variances: Sequence[float] | None = None) -> float:
-    """The drift ratio that gradient noise alone would give; 0.0 for a single rank.
-
-    Args:
-        weights: w_i of each rank in the merge.
-        variances: the variance of each rank's u_i up to a common factor, such as 1 / samples; None: equal variances.
-    """
-    noise = [1.0] * len(weights) if variances is None else list(variances)
-    if len(noise) != len(weights):
-        raise ValueError(f"variances: expected one for each of {len(weights)} weights. Received: {len(noise)}.")
-    if not all(math.isfinite(x) and x >= 0.0 for x in (*weights, *noise)):
-        raise ValueError("weights and variances: expected finite numbers, 0 or more. "
-                         f"Received: {list(weights)} and {noise}.")
-    of_mean = math.fsum(w * w * v for w, v in zip(weights, noise, strict=True))
-    if of_mean == 0.0:
-        raise ValueError("weights and variances: expected a rank with both above 0. "
-                         f"Received: {list(weights)} and {noise}.")
-    mean = math.fsum(weights) * math.fsum(w * v for w, v in zip(weights, noise, strict=True))
-    return math.sqrt(max(mean / of_mean - 1.0, 0.0))
+def noise_ratio(ranks: int) -> float:
+    """The drift ratio that gradient noise alone would give, where so many ranks, 1 or more, contribute samples."""
+    return math.sqrt(ranks - 1)

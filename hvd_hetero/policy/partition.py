@@ -156,19 +156,17 @@ class _Rank:
 
     def within(self, deadline_s: float) -> int:
         """The largest share that finishes by the deadline; the smallest allowed share if none does."""
-        each, overhead, passes = self.model.seconds_per_sample, self.model.overhead_s, 0
-        loaded = self.highest if not self.model.loading_s else int(min(deadline_s / self.model.loading_s, self.highest))
-        if self.cap is not None:
-            passes = int(min(deadline_s / (overhead + self.cap * each), self.highest // self.cap))
-            deadline_s, asked_s = deadline_s - passes * (overhead + self.cap * each), deadline_s
-        else:
-            asked_s = deadline_s
-        rest = max(0, int(min((deadline_s - overhead) / each, self.highest)))
-        share = passes * (self.cap or 0) + (rest if self.cap is None else min(rest, self.cap))
-        share = min(max(min(share, loaded) // self.quantum * self.quantum, self.lowest), self.highest)
-        while share < self.highest and self.time_s(share + self.quantum) <= asked_s:
+        each, overhead, cap = self.model.seconds_per_sample, self.model.overhead_s, self.cap or max(self.highest, 1)
+        pass_s = overhead + cap * each  # of a whole one
+        passes = int(min(deadline_s / pass_s, self.highest // cap))
+        share = passes * cap + max(0, int(min((deadline_s - passes * pass_s - overhead) / each, cap)))
+        if self.model.loading_s:
+            share = int(min(deadline_s / self.model.loading_s, share))
+        share = min(max(share // self.quantum * self.quantum, self.lowest), self.highest)
+        # What is rounded above may be off by a sample.
+        while share < self.highest and self.time_s(share + self.quantum) <= deadline_s:
             share += self.quantum
-        while share > self.lowest and self.time_s(share) > asked_s:
+        while share > self.lowest and self.time_s(share) > deadline_s:
             share -= self.quantum
         return share
 

@@ -19,8 +19,6 @@ def match_ranks(saved: Sequence[Device], now: Sequence[Device]) -> list[int | No
         saved: the devices of the saved job's ranks.
         now: the devices of the present ranks.
     """
-    if saved == now:
-        return list(range(len(now)))
     matches: list[int | None] = [None] * len(now)
     free = list(range(len(saved)))
     for which in range(2):

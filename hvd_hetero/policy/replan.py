@@ -168,7 +168,7 @@ def decide(
     if early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    last = None if changed or not previous or len(previous[-1].shares) != len(ranks) else previous[-1]
+    last = None if changed or not previous else previous[-1]
     shares, cut = _reachable(current, models, global_batch_size, limits, rule, micro_batch, last=last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None

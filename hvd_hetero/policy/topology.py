@@ -131,7 +131,6 @@ def group(hosts: Sequence[str | int], bandwidth: np.ndarray) -> tuple[tuple[int,
     weights = _checked(hosts, bandwidth)
     parts = [part for ranks in by_host(hosts) for part in _cut(ranks, _tree(weights, [(r,) for r in ranks]),
                                                                None, GAP_WITHIN_HOST)]
-    parts.sort()
     edges = _tree(weights, parts)
     within = [w for part in parts for w, *_ in _tree(weights, [(rank,) for rank in part])]
     joined = _cut(range(len(parts)), edges, within, SIGNIFICANT_GAP)
@@ -171,8 +170,6 @@ def _tree(weights: np.ndarray, parts: Sequence[tuple[int, ...]]) -> list[tuple[f
 
     The bandwidth between two parts is that of their fastest link.
     """
-    if len(parts) < 2:
-        return []
     ranks, starts = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
     between = np.maximum.reduceat(np.maximum.reduceat(weights[np.ix_(ranks, ranks)], starts, axis=0), starts, axis=1)
     best = between[0].copy()

@@ -44,7 +44,7 @@ def read(folder: str | os.PathLike[str]) -> Run:
 class _Reader:
     """Reads the lines of one rank's files into `run`.
 
-    Lines of steps are taken in many at once, before anything that what came before them depends on.
+    Lines of steps are taken in many at once, and before the header of the next session.
     """
 
     def __init__(self, rank: int) -> None:
@@ -67,8 +67,6 @@ class _Reader:
                 elif isinstance(entry, dict) and "format" in entry:
                     self._begin_session(entry, ", ".join(paths))
                 else:
-                    if self._plans_before is not None:
-                        self._take_steps()
                     _take(self.run, entry)
             except UNREADABLE:
                 self.run.unreadable += 1

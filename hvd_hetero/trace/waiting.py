@@ -136,7 +136,7 @@ def waiting(run: Run, *, skip: int = 0) -> Waiting:
     known = np.isfinite(spans_s)
     span_s = np.where(known, spans_s, 0.0).sum(axis=0) / np.maximum(1, known.sum(axis=0))
     longest = seconds.max(axis=0)
-    held_up = (longest > NOTEWORTHY * span_s) & (longest > 0.0)
+    held_up = longest > NOTEWORTHY * span_s
     by_cause = seconds * _parts_longer(took_s, late)
     of_rank = [late == index for index in range(len(ranks))]
     return Waiting(
@@ -171,8 +171,7 @@ def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
     exchange) and "rest". All are 0.0 if no span is known."""
     seen = timed(run, skip=skip)
     seen = seen.where(seen.span_s > 0.0)
-    whole = float(seen.span_s.sum())
-    if not whole:
+    if not len(seen.steps):
         return {"data": 0.0, "compute": 0.0, "wait": 0.0, "rest": 0.0}
     merging = _merging_s(run, seen)
     rest = float(seen.rest_s.sum())
@@ -182,7 +181,7 @@ def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
         "wait": float(seen.steps.wait_s.sum()) + min(merging, rest),
         "rest": max(0.0, rest - merging),
     }
-    return {name: seconds / max(whole, sum(sums.values())) for name, seconds in sums.items()}
+    return {name: seconds / sum(sums.values()) for name, seconds in sums.items()}
 
 
 def waited_in_local_steps(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
