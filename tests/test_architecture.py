@@ -22,7 +22,7 @@ ALLOWED = {
          "engine.script", "engine.stderr", "engine.stopwatch"},
         {"numpy"},
     ),
-    "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),
+    "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "numpy", "tqdm"}),
     "keras": (
         {"keras", "optimizers", "engine", "policy", "codecs", "trace"},
         {"keras", "tensorflow", "torch", "horovod", "numpy", "cloudpickle"},  # with which Horovod pickles objects

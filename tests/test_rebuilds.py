@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import sys
+import weakref
 
 import pytest
 
@@ -106,3 +108,21 @@ def test_what_some_ranks_have_made_for_themselves_is_theirs_to_rebuild():
         return settled(engine, rebuilds)
 
     assert World(3).run(rank) == [["of two", "of all"], ["of two", "of all"], ["of all"]]
+
+
+def test_what_dies_with_its_class_prints_no_error(monkeypatch):
+    """A distributed optimizer has a class of its own. It may be dropped while its garbage is collected: by another
+    thread, or here by something that is collected with it."""
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    rebuilds = Rebuilds()
+    own = type("Own", (Made,), {})
+    dies = own(Rebuilds(), "it")
+    dies.other = other = Made(rebuilds, "other")
+    own.rebuild = lambda self: None
+    own.instance = dies
+    rebuilds.add(dies.rebuild, by_all=True)
+    drops = weakref.ref(other, lambda reference: Made(rebuilds, "next"))
+    del dies, other, own
+    gc.collect()
+    assert drops() is None and not errors

@@ -9,6 +9,7 @@ import typing
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -285,6 +286,36 @@ def test_texts_are_cut_with_their_samples():
     batch = torch.utils.data.default_collate(samples)
     assert cut(batch, slice(1, 3), 3)[1] == ("name 1", "name 2")
     assert none_of(torch.utils.data.default_collate(samples[:1]))[1] == ()
+
+
+def boxes_of(length):
+    return {"boxes": torch.zeros(length, 4), "classes": torch.arange(length)}
+
+
+@pytest.mark.parametrize("part", [slice(0, 3), slice(3, 4), slice(0)])
+@pytest.mark.parametrize("samples", [
+    [boxes_of(length) for length in (4, 0, 7, 2)],
+    [torch.tensor(number) for number in range(4)],
+    [torch.zeros(3, height, 5) for height in (2, 4, 6, 7)],
+    [*range(4)], [object() for _ in range(4)], [np.float64(number) for number in range(4)],
+], ids=["mappings", "numbers", "images", "labels", "objects", "numpy"])  # fmt: skip
+def test_tuples_of_samples_are_cut_as_lists_are(samples, part):
+    """As zip(*samples) makes them, beside a stacked tensor: whole, each part would have the first samples' targets."""
+    rows, found, numbers = cut((torch.arange(4), tuple(samples), np.arange(4)), part, 4)
+    assert rows.tolist() == numbers.tolist() == [0, 1, 2, 3][part]
+    assert type(found) is tuple and [*map(id, found)] == [*map(id, samples[part])]
+    assert cut(tuple(zip(*enumerate(samples), strict=True)), part, 4) == ((0, 1, 2, 3)[part], tuple(samples[part]))
+
+
+def test_tuples_of_fields_are_none_of_samples():
+    x, y = torch.zeros(2, 3), torch.zeros(5, 2)  # of two samples, which are rows of one and columns of the other
+    for fields in ((x, x), (y, y), (x, torch.arange(2)), ((x, x), (y, y)), (boxes_of(2), boxes_of(2))):
+        batch = {"fields": fields, "x": x}
+        assert len(cut(batch, slice(1), 2)["fields"]) == len(cut(fields, slice(1), 2)) == 2
+    nodes, graph = torch.zeros(7, 3), object()
+    for batch in ((nodes, nodes), (graph, graph)):
+        assert cut(batch, slice(1), 2) == batch, "a whole batch, of which nothing has a row for each sample"
+    assert none_of((graph, torch.ones(1)))[0] is graph
 
 
 @pytest.mark.parametrize("kind", [UserDict, MappingProxyType, OrderedDict, lambda batch: Fields(**batch)])

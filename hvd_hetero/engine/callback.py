@@ -5,11 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Key = tuple[int, int]
+Found = Callable[[], Callable[..., Any] | None]
+
+
+def weakly(method: Callable[..., Any]) -> Found:
+    """A function that returns the bound `method`, or None once its object was garbage-collected.
+
+    `weakref.WeakMethod` watches the method's function as well. It prints an error if that dies with the object, as with
+    a distributed optimizer, whose class is made for it, while another thread collects the garbage.
+    """
+    found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+    return lambda: None if (owner := found()) is None else types.MethodType(function, owner)
 
 
 class WeakMethods:
@@ -19,13 +31,13 @@ class WeakMethods:
     """
 
     def __init__(self) -> None:
-        self._methods: list[weakref.WeakMethod[Callable[..., Any]]] = []
+        self._methods: list[Found] = []
 
     def add(self, method: Callable[..., Any]) -> None:
         """Adds a bound method; has no effect if it was added before."""
         self._methods = [each for each in self._methods if each() is not None]
-        if (reference := weakref.WeakMethod(method)) not in self._methods:
-            self._methods.append(reference)
+        if all(each() != method for each in self._methods):
+            self._methods.append(weakly(method))
 
     def call(self, **arguments: Any) -> None:
         """Calls all methods whose objects are alive, with these arguments. Collects garbage first; otherwise a method
@@ -59,7 +71,7 @@ class Rebuilds:
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Key | None, weakref.WeakMethod[Callable[[], None]]]] = []
+        self._made: list[tuple[Key | None, Found]] = []
         self._round = 0  # calls of `agree` so far in the job; the same on all ranks
         self._during = 0  # the value of `_round` when the present call of `train` began; 0 before the first call
         self._number = 0  # objects made by all ranks since then; (_during, _number) is the key of the next one
@@ -71,11 +83,10 @@ class Rebuilds:
             by_all: whether all ranks make the method's object, so that they must agree on calling it. False for an
                 object of some ranks, as on a process set; that is called on each rank where it is alive.
         """
-        reference = weakref.WeakMethod(rebuild)
-        if any(each == reference for _, each in self._made):
+        if any(each() == rebuild for _, each in self._made):
             return
         self._made = [(key, each) for key, each in self._made if each() is not None]
-        self._made.append(((self._during, self._number) if by_all else None, reference))
+        self._made.append(((self._during, self._number) if by_all else None, weakly(rebuild)))
         self._number += by_all
 
     def begin_train(self) -> None:

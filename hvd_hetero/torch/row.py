@@ -1,5 +1,5 @@
-"""Cuts batches by samples, however they nest their tensors: a tensor with as many rows as samples has one row for each.
-"""
+"""Cuts batches by samples, however they nest their tensors and arrays: one with as many rows as samples has one row for
+each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
@@ -15,30 +16,43 @@ from torch.utils import _pytree as pytree
 from hvd_hetero.engine import script
 
 Batch = TypeVar("Batch")
+ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def has_rows(leaf: Any, samples: int) -> bool:
-    """Whether `leaf` is a tensor with one row per sample, and not one for all samples, such as the weights of classes.
-    """
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.size(0) == samples
+    """Whether `leaf` is a tensor or an array with one row per sample, and not one for all samples, such as the weights
+    of classes."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.ndim > 0 and leaf.size(0) == samples  # of a nested tensor, len() and the shape raise
+    return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == samples
 
 
 def is_listed(node: Any, samples: int) -> bool:
     """Whether `node` is a list with one element per sample, such as names or images of unlike sizes, or a tuple of as
-    many texts, as PyTorch's `default_collate` makes. A list of as many fields, whose tensors have a row per sample, is
-    none; but one tensor of several alike may have as many rows by chance, as a sequence of unlike ones."""
+    many, as `zip(*samples)` gives. A list of as many fields, whose tensors have a row per sample, is none; but one
+    tensor of several alike may have as many rows by chance, as a sequence of unlike ones."""
     if type(node) not in (list, tuple) or len(node) != samples:
         return False
-    if type(node) is tuple:
-        return bool(node) and all(isinstance(each, (str, bytes)) for each in node)
-    with_rows = [has_rows(leaf, samples) for leaf in _leaves(node) if isinstance(leaf, torch.Tensor)]
+    if type(node) is tuple and not _is_zipped(node, samples):
+        return False
+    with_rows = [has_rows(leaf, samples) for leaf in _leaves(node) if isinstance(leaf, ARRAYS)]
     return not any(with_rows) or (not all(with_rows) and len({_form(each) for each in node}) == 1)
+
+
+def _is_zipped(node: tuple[Any, ...], samples: int) -> bool:
+    """Whether a tuple may be one of samples. More often tuples are of fields, which are unlike each other or nested, or
+    have their samples along another axis."""
+    tensors = [each for each in node if isinstance(each, torch.Tensor)]
+    if any(each.is_nested for each in tensors) or any(isinstance(each, (list, tuple)) for each in node):
+        return False
+    alike = len({_form(each) if tensors else type(each) for each in node}) <= 1
+    return alike and not (tensors and all(samples in each.shape for each in tensors))
 
 
 def _form(node: Any) -> tuple[Any, ...]:
     """The form of one sample, which all samples share: the types and numbers of dimensions of its tensors, and the
     types of what else it holds."""
-    return tuple((each.dtype, each.ndim) if isinstance(each, torch.Tensor) else type(each) for each in _leaves(node))
+    return tuple((each.dtype, each.ndim) if isinstance(each, ARRAYS) else type(each) for each in _leaves(node))
 
 
 def is_packed(node: Any, samples: int) -> bool:
@@ -48,7 +62,7 @@ def is_packed(node: Any, samples: int) -> bool:
 
 def has_samples(batch: Any, samples: int) -> bool:
     """Whether anything in `batch` has one row, element or sequence per sample."""
-    leaves = _leaves(batch, lambda node: _is_leaf(node, samples))
+    leaves = _leaves(batch, lambda node: _is_leaf(node, samples, batch))
     return any(is_of(leaf, samples) for leaf in leaves for is_of in (has_rows, is_listed, is_packed))
 
 
@@ -61,8 +75,9 @@ def _leaves(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator
             yield from _leaves(held, is_leaf)
 
 
-def _is_leaf(node: Any, samples: int) -> bool:
-    return isinstance(node, PackedSequence) or is_listed(node, samples)
+def _is_leaf(node: Any, samples: int, batch: Any) -> bool:
+    """Whether a part of `batch` is cut as it is. A batch that is a tuple is one of fields."""
+    return isinstance(node, PackedSequence) or (is_listed(node, samples) and (node is not batch or type(node) is list))
 
 
 def _held(node: Any) -> dict[Any, Any] | None:
@@ -100,8 +115,10 @@ def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
     return pack_sequence(chosen, enforce_sorted=packed.sorted_indices is None)
 
 
-def _rows(tensor: torch.Tensor, part: slice) -> torch.Tensor:
-    """The rows `part` of a tensor, also of nested and sparse ones, which cannot be sliced."""
+def _rows(tensor: Any, part: slice) -> Any:
+    """The rows `part` of a tensor, also of nested and sparse ones, which cannot be sliced, or of an array."""
+    if isinstance(tensor, np.ndarray):
+        return tensor[part]
     if tensor.is_nested:
         chosen = list(tensor.unbind()[part])
         if tensor.layout is torch.jagged and not chosen:
@@ -127,7 +144,7 @@ def cut(batch: Batch, part: slice, samples: int) -> Batch:
         return leaf[part] if is_listed(leaf, samples) else leaf
 
     return pytree.tree_map(  # type: ignore[no-any-return]
-        cut_leaf, batch, is_leaf=lambda node: _is_leaf(node, samples)
+        cut_leaf, batch, is_leaf=lambda node: _is_leaf(node, samples, batch)
     )
 
 

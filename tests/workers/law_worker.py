@@ -112,25 +112,40 @@ def law_2_sparse_gradients():
 
 
 def law_2_contrastive_losses():
-    """Over the samples of all ranks: computed whole on each rank, or each for its own rows against those of all."""
+    """Over the samples of all ranks: computed whole on each rank, or each for its own rows against those of all. The
+    loss has a parameter of its own, which does not come out of a gather."""
     (x,), _ = make_data(torch.float64)
     shares = UNEVEN[hvd.size()]
     mine, rows = block(shares, hvd.rank()), torch.arange(WHOLE)
-    one = make_model(torch.float64)
-    nn.functional.cross_entropy(one(x) @ one(-x).t(), rows).backward()
+
+    def with_temperature():
+        return nn.ModuleList([make_model(torch.float64), nn.Linear(1, 1, bias=False).double()])
+
+    def likeness(queries, keys, temperature):
+        return (queries @ keys.t()) * temperature.weight
+
+    def gathered(embeddings):
+        every = hvd.allgather(embeddings)
+        every.register_hook(lambda gradient: gradient * hvd.size())
+        return every
+
+    torch.manual_seed(0)
+    one = with_temperature()
+    nn.functional.cross_entropy(likeness(one[0](x), one[0](-x), one[1]), rows).backward()
     for whole in (True, False):
-        model = make_model(torch.float64)
+        model = copy.deepcopy(one)
+        model.zero_grad()
         balancer = hvd.Balancer(WHOLE, min_share=0, shares=shares)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
         balancer.begin(shares[hvd.rank()])
-        queries, every = model(x[mine]), hvd.allgather(model(-x[mine]))
+        queries, every = model[0](x[mine]), gathered(model[0](-x[mine]))
         balancer.count(1)
         if whole:
-            loss = nn.functional.cross_entropy(hvd.allgather(queries) @ every.t(), rows)
+            loss = nn.functional.cross_entropy(likeness(gathered(queries), every, model[1]), rows)
         else:
-            every.register_hook(lambda gradient: gradient * hvd.size())
-            loss = nn.functional.cross_entropy(queries @ every.t(), rows[mine], reduction="sum") / WHOLE
-        (loss * hvd.size()).backward()
+            found = likeness(queries, every, model[1])
+            loss = nn.functional.cross_entropy(found, rows[mine], reduction="sum") / WHOLE * hvd.size()
+        loss.backward()
         optimizer.step()
         for p, q in zip(model.parameters(), one.parameters(), strict=True):
             assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max(), whole
