@@ -588,6 +588,23 @@ def test_folders_that_are_not_there_are_made(tmp_path):
     assert file.read() == (b"first", "")
 
 
+@pytest.mark.parametrize("place", ["file/below", "folder", "closed/today/checkpoint"])
+def test_a_place_where_none_can_be_written_shows_before_the_first_is_due(tmp_path, capfd, monkeypatch, place):
+    (tmp_path / "file").write_text("")
+    for name in ("folder", "closed"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(tmp_path / "closed"))  # root may all
+
+    def make(engine, **options):
+        return made(engine, tmp_path / place, Words(engine.rank), **options)
+
+    errors = World(2).run(lambda engine: make(engine, every_steps=500), errors="return")
+    assert all(isinstance(error, CheckpointError) and str(tmp_path / place) in str(error) for error in errors), errors
+    World(2).run(make)  # a job that only reads one
+    assert capfd.readouterr().err.count(f"no checkpoint can be written to {tmp_path / place}") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["closed", "file", "folder"]
+
+
 @pytest.mark.parametrize("what", ["load_shared_content", "load_own_content"])
 def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path, what):
     def restore(engine):

@@ -560,6 +560,34 @@ def test_what_a_rank_has_printed_is_not_lost_where_it_is_ended(monkeypatch):
     assert written == [b"epoch 3: loss 0.5\n"]
 
 
+class Unread(io.StringIO):
+    """An output with a full pipe."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.flush = read.wait
+
+
+@pytest.mark.parametrize("stuck", ["stdout", "stderr"])
+def test_a_rank_that_is_stuck_in_printing_is_ended_all_the_same(monkeypatch, stuck):
+    read, left = threading.Event(), []
+    monkeypatch.setattr(watch, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(sys, stuck, Unread(read))
+    one = Watch(None, leave=left.append)
+    ending = threading.Thread(target=one._finish, args=("rank 1 has waited for this rank",), daemon=True)
+    ending.start()
+    ending.join(5.0)
+    read.set()
+    assert left == [EXIT_STATUS_LEFT]
+
+
+def test_an_output_that_was_closed_keeps_no_rank_that_is_ended(monkeypatch):
+    left = []
+    monkeypatch.setattr(sys, "stdout", None)
+    Watch(None, say=lambda text: None, leave=left.append)._finish("rank 1 has waited for this rank")
+    assert left == [EXIT_STATUS_LEFT]
+
+
 def test_who_connects_and_says_nothing_keeps_no_thread(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.1)
     server, before = peer.QuestionServer(lambda question: {}), set(threading.enumerate())

@@ -77,6 +77,8 @@ class Checkpoint:
     Raises:
         ValueError: on every rank, if `every_steps` is not an integer of at least 1, or differs between ranks.
         TypeError: on every rank, if `state` is of another kind on some rank.
+        CheckpointError: on every rank, if `every_steps` is given and rank 0 cannot write to `path`. Without it, rank 0
+            prints a warning: a job may only read its checkpoint.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Checkpoint:
         self._steps = 0
         self._number = 0  # the number of the newest checkpoint of this job; each new one gets the next number
         self._joins = self._agree(goes_on=False)
+        if not self._joins:
+            self._check_place()
         engine.on_reset_end(self._rebuild)
         self._asking: Handle | None = None
         state.at_end, state.at_end_alone = self.save, self._save_alone
@@ -122,6 +126,18 @@ class Checkpoint:
         self._number = max(numbers)
         self._steps = max(steps)  # they differ if ranks have joined, or were interrupted in different steps
         return any(going_on)
+
+    def _check_place(self) -> None:
+        """Raises or warns as the constructor does if rank 0 cannot write to the path, rather than when the first
+        checkpoint is due, which may be when the job has to end. A collective call."""
+        mine = self._file.obstacle() if self._engine.rank == 0 else ""
+        if obstacle := self._first_of_all(mine, name="place"):
+            if self._every is not None:
+                raise CheckpointError(
+                    f"path: expected one where checkpoints can be written. Received: {self._file.path}, but {obstacle}."
+                )
+            if self._engine.rank == 0:
+                tell(f"hvd_hetero: no checkpoint can be written to {self._file.path}: {obstacle}.")
 
     def close(self) -> None:
         """Restores the handler of SIGTERM that was there before, and saves no more at the end of the job."""

@@ -74,6 +74,15 @@ class CheckpointFile:
                 numbers.append(int(head.get("number", 0)) if isinstance(head, dict) and head.get("kind") == KIND else 0)
         return max(numbers)
 
+    def obstacle(self) -> str:
+        """Returns why no checkpoint can be written here, as far as that shows without writing; "" if nothing does."""
+        folder = next(filter(os.path.exists, self.path.parents))
+        if os.path.isdir(self.path):
+            return f"{self.path} is a folder"
+        if not os.path.isdir(folder):
+            return f"{folder} is not a folder"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
+
     def write(self, pieces: Sequence[bytes], *, number: int = 1) -> None:
         """Writes a checkpoint, and keeps the one before as `previous`.
 

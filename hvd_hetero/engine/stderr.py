@@ -1,4 +1,4 @@
-"""Messages of the engine to the user, on standard error."""
+"""What a process says: messages of the engine on standard error, and what is left to print when it ends at once."""
 
 from __future__ import annotations
 
@@ -11,3 +11,10 @@ def tell(text: str) -> None:
     this while the same stream is being written."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(text, file=sys.stderr, flush=True)
+
+
+def flush_output() -> None:
+    """Writes what the script has printed so far to standard output. Ignores failures, and an output that was closed."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        if sys.stdout is not None:
+            sys.stdout.flush()

@@ -13,7 +13,6 @@ import inspect
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from . import background
-from .stderr import tell
+from .stderr import flush_output, tell
 
 ONE_S = 5.0  # signals within so many seconds after the first count as one
 LATE_S = 2.0  # seconds before a rank in rendezvous ends by itself; `horovodrun` kills it 5 s after SIGTERM
@@ -129,8 +128,7 @@ class TerminationHandler:
         except Exception as error:
             tell(f"hvd_hetero: it could not do so in order: {error!r}")
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
+            flush_output()
             os._exit(EXIT_STATUS_LEFT)
 
     def hear(self) -> None:

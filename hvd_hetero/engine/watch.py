@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,11 +28,12 @@ from .callback import WeakMethods
 from .peer import Peer, QuestionServer, ask
 from .peer_group import PeerGroup
 from .sleep import wait_until
-from .stderr import tell
+from .stderr import flush_output, tell
 from .termination import EXIT_STATUS_LEFT
 from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # seconds between two looks at what this rank waits for
+LAST_WORDS_S = 5.0  # seconds in which a rank that ends has to have said so
 GRACE_S = 60.0  # seconds beyond the bound in which the missing rank may end; then the waiting rank ends itself
 
 
@@ -280,9 +280,17 @@ class Watch:
         }
 
     def _finish(self, reason: str) -> None:
-        """Prints `reason` and the stack of the main thread, and ends this process with status `EXIT_STATUS_LEFT`."""
+        """Prints `reason` and the stack of the main thread, and ends this process with status `EXIT_STATUS_LEFT`.
+
+        Printing may never end: the main thread may be stuck in it, as nobody reads what this process says.
+        """
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
-        self._say(f"hvd_hetero: {self._peer_group.me} ends with an error: {reason}. {where}")
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
+
+        def speak() -> None:
+            self._say(f"hvd_hetero: {self._peer_group.me} ends with an error: {reason}. {where}")
+            flush_output()
+
+        speaking = threading.Thread(target=speak, daemon=True)
+        speaking.start()
+        speaking.join(LAST_WORDS_S)
         self._leave(EXIT_STATUS_LEFT)

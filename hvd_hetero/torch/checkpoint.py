@@ -38,6 +38,7 @@ class Checkpoint(checkpoint.Checkpoint):
 
     Raises:
         ValueError: on every rank, where `every_steps` is no such number, or differs between ranks.
+        CheckpointError: on every rank, where `every_steps` is given and rank 0 cannot write to `path`.
     """
 
     def __init__(self, path: str | os.PathLike[str], state: TorchState, *, every_steps: int | None = None) -> None:
