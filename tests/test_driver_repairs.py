@@ -342,6 +342,34 @@ def test_a_discovery_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pyt
         discovery.HostDiscoveryScript("sleep 60", 1).find_available_hosts_and_slots()
 
 
+@needs("discovery_error")
+@pytest.mark.parametrize(("script", "slots", "words"), [
+    ("exit 3", 1, "Exit code: 3"), ("echo a:two", 1, "Received: 'a:two'"), ("echo :2", 1, "Received: ':2'"),
+    ("echo a:2:2", 1, "Received: 'a:2:2'"), ("echo a:1; echo b", None, "--slots-per-host. Received: 'b'"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_discovery_script_is_told(script, slots, words, caplog):
+    from horovod.runner.elastic.discovery import HostDiscoveryScript
+    from horovod.runner.elastic.driver import ElasticDriver
+
+    server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
+    driver = ElasticDriver(server, HostDiscoveryScript(script, slots), 1, 1, timeout=LIMIT_S)
+    try:
+        with pytest.raises(RuntimeError, match="see above"):
+            driver.wait_for_available_slots(1)
+        assert words in caplog.text
+    finally:
+        driver.stop()
+
+
+@needs("discovery_error")
+def test_a_discovery_script_may_print_hosts_with_and_without_slots_and_empty_lines():
+    from horovod.runner.elastic.discovery import HostDiscoveryScript
+
+    said = HostDiscoveryScript("printf 'a:2\\r\\n\\nb: 3\\nc \\n'", 4)
+    assert said.find_available_hosts_and_slots() == {"a": 2, "b": 3, "c": 4}
+    assert HostDiscoveryScript("true", None).find_available_hosts_and_slots() == {}
+
+
 @needs("early_hosts")
 def test_workers_hear_of_a_host_that_came_before_they_listened() -> None:
     from horovod.runner.elastic.discovery import FixedHosts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from launch import python_path
@@ -434,6 +435,65 @@ def test_one_rank_may_have_its_output_in_a_file(tmp_path: Path) -> None:
     command = [HOROVODRUN, "--gloo", "-np", "1", "--output-filename", tmp_path, "echo", "here"]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     assert "here" in (tmp_path / "rank.0" / "stdout").read_text()
+
+
+class Closed:
+    """A stream of the launcher that nobody reads any more."""
+
+    encoding = "ascii"
+
+    def write(self, text: str) -> None:
+        raise BrokenPipeError(text)
+
+
+def passed_on(said: bytes, to: Any) -> bool:
+    """Whether the launcher has read all that a rank has said, to pass it on to the stream `to`."""
+    from horovod.runner.common.util.safe_shell_exec import prefix_connection
+
+    source, sink = os.pipe()
+    os.write(sink, said)
+    os.close(sink)
+    with os.fdopen(source, "rb", 0) as stream:
+        prefix_connection(stream, to, "stdout", 1, False)
+        return stream.closed  # as it does at the end
+
+
+@needs("any_output")
+@pytest.mark.parametrize(("said", "encoding", "passed"), [
+    (b"Gr\xfcn\nand more", "utf8", "Gr\ufffdn\n[1]<stdout>:and more"),
+    ("Grün\nand more".encode(), "ascii", "Gr\\xfcn\n[1]<stdout>:and more"),
+])  # fmt: skip
+def test_whatever_a_rank_prints_is_passed_on(said, encoding, passed):
+    to = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    assert passed_on(said, to)
+    to.seek(0)
+    assert to.read() == f"[1]<stdout>:{passed}"
+
+
+@needs("any_output")
+@pytest.mark.parametrize("to", [Closed(), None])
+def test_a_rank_whose_output_nobody_reads_goes_on(to):
+    assert passed_on(b"one\ntwo\n", to)
+
+
+@needs("launcher_cache")
+@pytest.mark.parametrize("folder", ["new", "half-written", "no folder"])
+def test_the_launchers_cache_is_whole_or_empty(tmp_path: Path, folder):
+    from horovod.runner.util.cache import Cache
+
+    place = tmp_path / "home"
+    if folder == "no folder":
+        place.write_text("a file")
+    elif folder == "half-written":
+        place.mkdir()
+        (place / "cache.bin").write_bytes(b"(dp0")
+    cache = Cache(str(place), 60, "these parameters")
+    assert cache.get("interfaces") is None
+    cache.put("interfaces", ["lo"])
+    assert cache.get("interfaces") == ["lo"]
+    again = Cache(str(place), 60, "these parameters").get("interfaces")
+    assert again == (None if folder == "no folder" else ["lo"])
+    assert folder == "no folder" or os.listdir(place) == ["cache.bin"]
 
 
 @needs("restored_handlers")

@@ -43,6 +43,7 @@ WITHOUT = {
     "late_discovery": "while a discovery script hangs, ranks do not come together, and the job does not end",
     "early_hosts": "a host that an elastic job finds while its ranks are starting stays idle until hosts change again",
     "ended_waits": "horovodrun does not end on SIGTERM or Ctrl-C while it waits for hosts",
+    "discovery_error": "what is wrong with a discovery script is not told",
     "hostfile_lines": "an empty line or a comment in a --hostfile ends horovodrun with an IndexError",
     "hosts_listed_twice": "a host that is listed twice makes ranks end with 'rank < size'",
     "host_list_error": "what is wrong in a list of hosts is not named",
@@ -51,6 +52,9 @@ WITHOUT = {
     "restored_handlers": "after horovod.run, Ctrl-C does nothing in the rest of the script",
     "one_output": "horovodrun -np 1 with --output-filename starts nothing",
     "kept_output": "with --output-filename, what a rank said before it failed is overwritten by the next in its place",
+    "any_output": "a rank that prints a byte that is not UTF-8, or whose output nobody reads any more (| head), stands "
+    "still",
+    "launcher_cache": "horovodrun ends at once where the home folder cannot be written to, or beside another one",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "run_settings": "horovod.run makes Horovod's thread spin on every rank, but under hvd_hetero's init()",
     "run_results": "horovod.run of an elastic job that has lost a rank ends with a 404, and without results",

@@ -4,6 +4,7 @@
 - "late_discovery": a discovery script that hangs holds nobody up, and is ended after a minute.
 - "early_hosts": a host that comes while ranks are starting is used, and not only once hosts change again.
 - "ended_waits": SIGTERM and Ctrl-C end the wait for hosts.
+- "discovery_error": a discovery script that fails at once, or prints no hosts, is named in the error.
 """
 
 from __future__ import annotations
@@ -209,6 +210,48 @@ class HostDiscoveryScript(HostDiscovery):
         find="        create_worker = _create_elastic_worker_fn(exec_command, run_command, env, event)\n",
         replace="""        create_worker = _create_elastic_worker_fn(exec_command, run_command, env, event)
         driver.told_to_end = event
+""",
+    ),
+    Edit(
+        name="discovery_error",
+        reason="where the first run of a discovery script fails, horovodrun ends with 'see above error messages', and "
+        "there are none: the exception of the thread is cut off by the end of the process. It is logged first now",
+        file=_DRIVER,
+        find="""                    self._shutdown.set()
+                    self._wait_hosts_cond.notify_all()
+                    raise
+""",
+        replace="""                    logging.error('The hosts of the job could not be found: %s', e)
+                    self._shutdown.set()
+                    self._wait_hosts_cond.notify_all()
+                    return
+""",
+    ),
+    Edit(
+        name="discovery_error",
+        reason="Part of discovery_error: a line of the script that is no host with its slots is named, where the error "
+        "was one of Python's about None or about a text that is no number",
+        file=_DISCOVERY,
+        find="""            host = line
+            if ':' in line:
+                host, slots = line.split(':')
+                host_slots[host] = int(slots)
+            # Make sure the host is not empty. The discovery script might
+            # return empty string when all workers are not ready or available.
+            elif host:
+                host_slots[host] = self._default_slots
+        return host_slots
+""",
+        replace="""            host, colon, slots = line.strip().partition(':')
+            if host and not colon and self._default_slots is not None:
+                slots = str(self._default_slots)
+            # An empty line is no host: the script may print none when all workers are not ready.
+            if host and slots.strip().isdecimal():
+                host_slots[host] = int(slots)
+            elif host or colon:
+                raise ValueError('Expected the discovery script {} to print lines such as worker-0:2, or worker-0 with '
+                                 '--slots-per-host. Received: {!r}.'.format(self._discovery_script, line))
+        return host_slots
 """,
     ),
 )

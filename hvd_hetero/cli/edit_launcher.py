@@ -7,6 +7,8 @@
 - "two_signals": SIGINT and SIGTERM may come while another such signal is handled.
 - "one_output": --output-filename works with one rank.
 - "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
+- "any_output": output of ranks that is not UTF-8, or that nobody reads any more, stops no rank.
+- "launcher_cache": the cache in ~/.horovod is written in one step, and where it cannot be, nothing is cached.
 """
 
 from __future__ import annotations
@@ -254,6 +256,94 @@ def launch_gloo_elastic(""",
 """,
         replace="""    terminate_all_event = None if settings.elastic else threading.Event()
     written = set()
+""",
+    ),
+    Edit(
+        name="any_output",
+        reason="the thread that passes on what a rank prints ends at a byte that is not UTF-8, and when its own output "
+        "is closed (| head). The rank stands still once 64 KiB are unread, and all others wait for it. Such a byte of "
+        "a discovery script loses its hosts, and the job waits for them. The thread now replaces the byte",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""codecs.getincrementaldecoder('utf8')()
+""",
+        replace="""codecs.getincrementaldecoder('utf8')(errors='replace')
+""",
+    ),
+    Edit(
+        name="any_output",
+        reason="Part of any_output: characters that the launcher's output cannot show are escaped, and where that "
+        "output is closed, the rank's is read all the same",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""        dst_stream.write(text)
+        dst_stream.flush()
+""",
+        replace="""        encoding = getattr(dst_stream, 'encoding', None) or 'utf8'
+        try:
+            dst_stream.write(text.encode(encoding, 'backslashreplace').decode(encoding))
+            dst_stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass  # there is none, or nobody reads it any more
+""",
+    ),
+    Edit(
+        name="launcher_cache",
+        reason="where the home folder cannot be written to, horovodrun ends with a PermissionError before it starts "
+        "anything. It now caches nothing there",
+        file="horovod/runner/util/cache.py",
+        find="""            if e.errno != errno.EEXIST:
+                raise
+""",
+        replace="""            pass  # it is there, or there is no cache
+""",
+    ),
+    Edit(
+        name="launcher_cache",
+        reason="Part of launcher_cache: the file is written beside the old one, and then takes its place, since "
+        "another horovodrun that reads a half-written one ends with an EOFError",
+        file="horovod/runner/util/cache.py",
+        find="""        with open(self._cache_file, 'wb') as cf:
+            cloudpickle.dump(content, cf, protocol=self._pickle_protocol)
+""",
+        replace="""        written = '{}.{}'.format(self._cache_file, os.getpid())
+        try:
+            with open(written, 'wb') as cf:
+                cloudpickle.dump(content, cf, protocol=self._pickle_protocol)
+            os.replace(written, self._cache_file)
+        except OSError:
+            pass
+""",
+    ),
+    Edit(
+        name="launcher_cache",
+        reason="Part of launcher_cache: a file that is not there, or cannot be read, is an empty cache",
+        file="horovod/runner/util/cache.py",
+        find="""        if not os.path.isfile(self._cache_file) or \\
+                self._cache_file_is_corrupt_and_deleted():
+            self._dump({'parameters_hash': parameters_hash})
+
+        content = self._load(self._cache_file)
+""",
+        replace="""        try:
+            content = self._load(self._cache_file)
+        except Exception:
+            content = {}
+""",
+    ),
+    Edit(
+        name="launcher_cache",
+        reason="Part of launcher_cache: says nothing about a file that is not read, as it will be replaced",
+        file="horovod/runner/util/cache.py",
+        find="""            try:
+                content = cloudpickle.load(cf)
+            except Exception as e:
+                print(
+                    'There is an error with reading cache file. You '
+                    'can delete the corrupt file: {cache_file}.'.format(
+                        cache_file=cache_file))
+                raise
+        return content
+""",
+        replace="""            return cloudpickle.load(cf)
 """,
     ),
 )
