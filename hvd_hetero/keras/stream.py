@@ -222,10 +222,25 @@ def _variation(dataset: Any) -> str:
             return "rerandomize_each_iteration=True"
         if getattr(each, "_deterministic", None) == "false":
             return "deterministic=False"
+        if _kind(each) == "ParallelInterleave" and _is_told_to_vary(each):
+            return "deterministic=False"
         seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(each, name, None)) is not None]
         if seeds and not any(seeds):
             return f"a {'shuffle()' if _kind(each) == 'Shuffle' else 'random choice'} without a seed"
     return ""
+
+
+def _is_told_to_vary(dataset: Any) -> bool:
+    """Whether an interleave() of a tf.data.Dataset, or what it is made of, has `deterministic=False`. TensorFlow keeps
+    that of an interleave() in its graph alone, of which there is none if it is made of arrays of more than 2 GB."""
+    import tensorflow as tf
+
+    with contextlib.suppress(tf.errors.OpError):
+        ignore = tf.data.experimental.ExternalStatePolicy.IGNORE
+        told = dataset._as_serialized_graph(external_state_policy=ignore).numpy()
+        nodes = tf.compat.v1.GraphDef.FromString(told).node
+        return any(node.attr["deterministic"].s == b"false" for node in nodes)
+    return False
 
 
 def _other_than_dense(dataset: Any) -> list[str]:

@@ -726,6 +726,7 @@ def samples_of_tf_data():
         assert list(source.take(rows)[0]) == list(rows)
     tf.random.set_seed(None)  # what make_model() has set, by which ranks that draw alike agree
     unseeded = samples.shuffle(9, reshuffle_each_iteration=False)
+    pieces = as_is(lambda x, y: tf.data.Dataset.from_tensors((x, y)))
     sloppy = tf.data.Options()
     sloppy.deterministic = False
     for given, what in (
@@ -740,6 +741,7 @@ def samples_of_tf_data():
         (unseeded, "a shuffle() without a seed"),
         (tf.data.Dataset.zip((samples, tf.data.Dataset.random().take(len(x)))), "a random choice without a seed"),
         (samples.map(pair, num_parallel_calls=2, deterministic=False), "with deterministic=False"),
+        (samples.interleave(pieces, num_parallel_calls=2, deterministic=False), "with deterministic=False"),
         (samples.with_options(sloppy), "options().deterministic=False"),
     ):
         expect(what, lambda given=given: hvd.BalancedDataset(given, balancer=balancer, shuffle=False))
@@ -752,6 +754,7 @@ def samples_of_tf_data():
         (samples.batch(2, drop_remainder=True).map(as_is(lambda x, y: (x, None))), True),
         (samples.shuffle(9, seed=3, reshuffle_each_iteration=False), False),
         (samples.batch(2).unbatch().take(len(x)), False), (samples.map(pair), False), (text, False),
+        (samples.interleave(pieces, num_parallel_calls=2), False),
         (tf.data.Dataset.zip((samples, samples.batch(2))), False),
     ):
         given = given.apply(tf.data.experimental.assert_cardinality(len(x)))
