@@ -84,17 +84,17 @@ def bandwidth_text(bytes_per_s: float) -> str:
 
 def show(found: ProbeResult) -> None:
     """Prints the table of ranks, the table of links and the summary."""
-    console, make = rich_console()
-    console.print(_rank_table(found, make))
+    console = rich_console()
+    console.print(_rank_table(found))
     if found.size > 1:
-        console.print(_link_table(found, make))
+        console.print(_link_table(found))
     for line in summary(found):
         console.print(line, markup=False, soft_wrap=True)
     if found.size == 1:
         console.print(HOW_TO_START, markup=False, soft_wrap=True)
 
 
-def _rank_table(found: ProbeResult, make: Any) -> Any:
+def _rank_table(found: ProbeResult) -> Any:
     gpus = ["GPUs of the host"] if any(device.gpus for device in found.devices) else []
     columns = ["rank", "node", "host", "processor", *gpus, "cores", "memory", "GFLOP/s of a core", "share by speed"]
     rows = []
@@ -105,17 +105,17 @@ def _rank_table(found: ProbeResult, make: Any) -> Any:
         rows.append([str(rank), str(found.topology.node_of(rank)), device.host_name, device.cpu,
                      *([named] if gpus else []), f"{device.cores:g}", memory, f"{found.core_gflop_per_s[rank]:.1f}",
                      f"{100 * found.shares[rank]:.1f} %"])
-    return table(make, "Ranks", columns, rows, left=["host", "processor", *gpus])
+    return table("Ranks", columns, rows, left=["host", "processor", *gpus])
 
 
-def _link_table(found: ProbeResult, make: Any) -> Any:
+def _link_table(found: ProbeResult) -> Any:
     columns = ["link", "latency", "bandwidth", "with all ranks at once"]
     links, rows = link_rows(found), []
     for link in links if len(links) <= MOST_ROWS else by_level(links):
         several = len(link.nodes) > 1 and min(len(found.topology.nodes[node]) for node in link.nodes) > 1
         slower = f"{link.contended:.1f} × slower" if several else "–"
         rows.append([link.title, seconds_text(link.latency_s), bandwidth_text(link.bandwidth_bytes_per_s), slower])
-    return table(make, "Links of a pair of ranks, through Horovod", columns, rows, left=["link"])
+    return table("Links of a pair of ranks, through Horovod", columns, rows, left=["link"])
 
 
 def summary(found: ProbeResult) -> list[str]:
