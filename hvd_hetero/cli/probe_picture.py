@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_hetero.cli.console import seconds_text
 from hvd_hetero.cli.drawing import figure
-from hvd_hetero.cli.probe import LinkRow, bandwidth_text, link_rows
+from hvd_hetero.cli.probe_table import LinkRow, bandwidth_text, link_rows
 from hvd_hetero.engine.probe_result import ProbeResult
 
 BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # height of one line of text, width of a box; about inches
