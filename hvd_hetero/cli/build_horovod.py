@@ -131,7 +131,7 @@ def run(options: Options, progress: Progress | None = None) -> Path:
     try:
         return _run(options, show)
     finally:
-        show.interrupted()
+        show.end_line()
 
 
 def _run(options: Options, show: Progress) -> Path:
