@@ -20,6 +20,7 @@ from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
 from .payload import gather_text
+from .port import Op
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .tracked import AROUND_WAITS, Tracked
@@ -223,6 +224,10 @@ class ProcessSetEngine:
         watched = contextlib.nullcontext() if self._watch is None else self._watch.waiting(name, self.ranks)
         with AROUND_WAITS.entered(), watched:
             wait_until(done)
+
+    def _op(self, op: Op) -> Any:
+        """Horovod's reduction of this name."""
+        return getattr(self._binding, op.capitalize())
 
     def _track(self, operation: str, over: Callable[[], bool] = lambda: False) -> Tracked:
         """Tells the watchdog that this rank has submitted an operation of this engine's ranks. `over()` returns whether
