@@ -225,7 +225,7 @@ class GradientReducer:
         self.left.clear()
         self._drop(lambda key: not self.routing.keeps or are_gone(key[1]))  # else the next optimizer sends what is kept
 
-    def on_count(self, terms: float) -> None:
+    def on_count(self) -> None:
         """Does nothing: the number of loss terms is read when the batch's gradients are there."""
 
     def on_epoch_end(self) -> None:
