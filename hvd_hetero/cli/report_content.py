@@ -85,7 +85,7 @@ class Report:
         }
 
 
-def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
+def read_run(folder: str, *, skip: int) -> Run:
     """Reads the run whose trace is in `folder`.
 
     Args:
@@ -112,7 +112,7 @@ def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
     return run
 
 
-def read_report(folder: str, *, skip: int = SKIPPED_STEPS) -> Report:
+def read_report(folder: str, *, skip: int) -> Report:
     """The report of the run whose trace is in `folder`. Raises CommandError as `read_run` does."""
     run = read_run(folder, skip=skip)
     return Report(run=run, skip=skip, waits=waiting(run, skip=skip))
