@@ -235,7 +235,7 @@ class ProcessSetEngine:
         return Tracked(operation, self.ranks, self._watch, over)
 
     @classmethod
-    def tracked(cls, operation: str, process_set: Any = None) -> Tracked:
+    def tracked(cls, operation: str, process_set: Any) -> Tracked:
         """Tells the watchdog that this rank has submitted an operation by calling Horovod itself, not an engine."""
         ranks = getattr(process_set, "ranks", None)
         if not ranks and cls._watch is not None:
