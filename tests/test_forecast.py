@@ -28,9 +28,9 @@ def test_the_best_shares_are_the_fastest_and_local_steps_make_what_all_make_alon
     assert found["best shares, local steps"].samples_per_s == pytest.approx(2000.0, rel=1e-3)
     assert found["best shares, local steps"].step_s is None
     # One rank alone exchanges nothing.
-    assert found["without ranks 1, 2, 3"].shares == (64, 0, 0, 0)
-    assert found["without ranks 1, 2, 3"].step_s == pytest.approx(0.064, rel=1e-3)
-    assert found["without ranks 1, 2, 3"].without == (1, 2, 3)
+    assert found["without ranks 1 to 3"].shares == (64, 0, 0, 0)
+    assert found["without ranks 1 to 3"].step_s == pytest.approx(0.064, rel=1e-3)
+    assert found["without ranks 1 to 3"].without == (1, 2, 3)
 
 
 @pytest.mark.parametrize("slow, word", [(0.004, "keep all"), (0.5, "leave them out")])

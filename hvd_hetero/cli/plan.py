@@ -28,6 +28,7 @@ from hvd_hetero.optimizers.agreement import MOST
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.local_round import ROUND_STEPS
 from hvd_hetero.policy.partition import Bound, InfeasibleError
+from hvd_hetero.policy.rank_words import ranks_text
 from hvd_hetero.trace.run import Run
 
 
@@ -41,7 +42,7 @@ def show(estimates: RankEstimates, found: Sequence[Forecast], run: Run | None) -
     """
     console = rich_console()
     if run is not None and run.gone:
-        console.print(f"Not counted, as they have left the job: ranks {', '.join(map(str, run.gone))}.", soft_wrap=True)
+        console.print(f"Not counted, as they have left the job: {ranks_text(run.gone)}.", soft_wrap=True)
     if run is not None and estimates.step_s is not None:
         words = f"{run.folder}: {seconds_text(estimates.step_s)} a step with shares {shares_text(estimates.shares)}, "
         words += f"of which {seconds_text(estimates.exchange_s)} beside computing."

@@ -11,6 +11,7 @@ from hvd_hetero.cli.console import rich_console, seconds_text, table
 from hvd_hetero.engine.probe_result import ProbeResult
 from hvd_hetero.engine.transfer import STALL_S
 from hvd_hetero.policy.cost_model import expected_s
+from hvd_hetero.policy.rank_words import ranks_text
 
 MOST_ROWS = 16          # of the table of links; with more, the table shows the slowest link of each level alone
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
@@ -108,8 +109,7 @@ def _link_table(found: ProbeResult) -> Any:
 
 def summary(found: ProbeResult) -> list[str]:
     """The lines below the tables: the nodes, how it was measured, stalls, expected times of all-reduce, and notes."""
-    nodes = "; ".join(f"node {index}: {'rank' if len(node) == 1 else 'ranks'} {', '.join(map(str, node))}"
-                      for index, node in enumerate(found.topology.nodes))
+    nodes = "; ".join(f"node {index}: {ranks_text(node)}" for index, node in enumerate(found.topology.nodes))
     took = f"{found.seconds:.1f} s" + (", by an earlier run on this hardware (--fresh measures again)"
                                        if found.cached else "")
     lines = [f"Nodes found: {nodes}. Measured in {took}."]

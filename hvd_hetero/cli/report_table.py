@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
-from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent_text, ranks_text, shares_text
+from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent_text, shares_text
+from hvd_hetero.policy.rank_words import ranks_text
 from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
 
@@ -110,6 +111,7 @@ def _noteworthy(run: Run) -> list[str]:
             lines.append(f"At step {fields.get('step', '?')}: {fields['reason']}. Ways to sum gradients were "
                          f"timed, and {chosen}.")
         elif event.kind == "wait":
+            missing = fields.get("missing", [])
             lines.append(f"Rank {rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
-                         f"{ranks_text(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
+                         f"{ranks_text(missing) if missing else 'others'}, at {fields.get('line', 'an unknown line')}.")
     return list(dict.fromkeys(lines))

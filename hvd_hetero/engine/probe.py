@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.rank_words import by_rank
 from hvd_hetero.policy.topology import Topology, by_host, group, tournament
 
 from . import cache
 from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, gloo_interface, under_mpi
 from .host import mpi_host, mpi_module
-from .payload import by_rank, gather_text
+from .payload import gather_text
 from .port import Engine
 from .probe_result import ProbeResult
 from .transfer import Pair, Timer

@@ -13,9 +13,10 @@ from importlib import metadata
 from typing import Any
 
 from hvd_hetero import __version__
+from hvd_hetero.policy.rank_words import by_rank
 
 from .environment import fused_bytes, gloo_allreduce, repairs
-from .payload import by_rank, gather_text
+from .payload import gather_text
 from .port import Engine
 from .stderr import tell
 

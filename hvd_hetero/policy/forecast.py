@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from .jitter import Jitter
 from .local_round import ROUND_STEPS
 from .partition import Bound, InfeasibleError, equal_shares, split
+from .rank_words import ranks_text
 from .speed import SpeedModel
 from .strategy import Prediction, predict_local, predict_synchronous
 
@@ -46,7 +47,7 @@ class Forecast:
             return self.way.value
         if len(self.without) > MOST_NAMED:
             return f"without the {len(self.without)} slowest ranks"
-        return f"without rank{'s' if len(self.without) > 1 else ''} {', '.join(map(str, self.without))}"
+        return f"without {ranks_text(self.without)}"
 
     @property
     def step_s(self) -> float | None:
