@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.engine.environment import is_elastic
-from hvd_hetero.engine.payload import by_rank, gather_text
+from hvd_hetero.engine.payload import gather_text
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.stderr import tell
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
+from hvd_hetero.policy.rank_words import by_rank
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.speed import SpeedModel
 

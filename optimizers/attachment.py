@@ -18,8 +18,8 @@ class Attached(Protocol):
     def on_begin(self) -> None:
         """Is called when a global batch begins."""
 
-    def on_count(self, terms: float) -> None:
-        """Is called before a backward pass; `terms`: the number of loss terms that its loss is a mean of."""
+    def on_count(self) -> None:
+        """Is called before a backward pass, whose number of loss terms the balancer counts next."""
 
     def on_epoch_end(self) -> None:
         """Is called when all samples of an epoch have been used."""
@@ -104,10 +104,10 @@ class Exchanges:
         for exchange in list(self._attached):
             exchange.on_begin()
 
-    def on_count(self, terms: float) -> None:
-        """Tells all exchanges over how many loss terms the next backward pass is."""
+    def on_count(self) -> None:
+        """Tells all exchanges that the loss terms of the next backward pass are counted."""
         for exchange in list(self._attached):
-            exchange.on_count(terms)
+            exchange.on_count()
 
     def on_epoch_end(self) -> None:
         """Tells all exchanges that the samples of an epoch have been used."""

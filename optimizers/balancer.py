@@ -293,7 +293,7 @@ class Balancer:
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:
-        self.exchanges.on_count(terms)
+        self.exchanges.on_count()
         self.progress.count(terms)
         if not self.step_timer.running:
             self.step_timer.run()

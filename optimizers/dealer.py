@@ -38,7 +38,7 @@ class Dealer:
         block: the number of neighbouring samples that stay together in the order, because they are loaded together.
 
     Attributes:
-        epoch: the present epoch, for `order` and `batches`; it may be set.
+        epoch: the present epoch, for `batches`; it may be set.
 
     Raises:
         ValueError: there is no sample or, with `drop_last`, not one whole global batch.
@@ -63,14 +63,14 @@ class Dealer:
         whole, rest = divmod(self.length, self.global_batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
-    def order(self, epoch: int | None = None) -> np.ndarray:
-        """Returns the sample indices in the order of an epoch, by default the present one: int64 of shape [length].
+    def order(self, epoch: int) -> np.ndarray:
+        """Returns the sample indices in the order of an epoch: int64 of shape [length].
 
         RandomState's stream is frozen by NumPy for good: ranks with different NumPy versions agree.
         """
         if not self.shuffle:
             return np.arange(self.length)
-        state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch if epoch is None else epoch])
+        state = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])
         blocks = state.permutation(-(-self.length // self.block))
         order = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
         return np.asarray(order[order < self.length])
@@ -82,11 +82,10 @@ class Dealer:
             self._orders[epoch] = self.order(epoch)
         return self._orders[epoch][index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
-    def batches(self, first: int = 0) -> Iterator[np.ndarray]:
-        """Yields the sample indices of each global batch of the present epoch, from batch `first` on."""
-        order = self.order()
-        for batch in range(first, len(self)):
-            yield order[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+    def batches(self) -> Iterator[np.ndarray]:
+        """Yields the sample indices of each global batch of the present epoch."""
+        for index in range(len(self)):
+            yield self.batch(self.epoch, index)
 
 
 def cut(batch: np.ndarray, shares: Sequence[int], rank: int) -> np.ndarray:

@@ -186,12 +186,13 @@ class WarmedUpSum(FeedbackSum, ABC):
     """Base class: sums exactly at first, while gradients still change their direction, and compressed later.
 
     Args:
+        codec: compresses.
         warmup_steps: number of first steps with exact sums.
     """
 
-    def __init__(self, *, warmup_steps: int) -> None:
+    def __init__(self, codec: Any, *, warmup_steps: int) -> None:
         super().__init__()
-        self._warmup_steps = warmup_steps
+        self._codec, self._warmup_steps = codec, warmup_steps
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
         """The collectives of one sum of `array`; returns the sum. See `Reduction.steps`."""
@@ -208,10 +209,7 @@ class TopKSum(WarmedUpSum):
     """Sums only the largest entries of each rank's array, which all ranks gather; the others stay in its residual."""
 
     name = "topk"
-
-    def __init__(self, codec: TopK, *, warmup_steps: int = 0) -> None:
-        super().__init__(warmup_steps=warmup_steps)
-        self._codec = codec
+    _codec: TopK
 
     def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:
         verbs, codec = verbs_of(array), self._codec
@@ -233,10 +231,7 @@ class PowerSGDSum(WarmedUpSum):
     """Sums matrices as products P Q^T of thin ones (PowerSGD, see `codecs.lowrank`); Q is kept for the next step."""
 
     name = "powersgd"
-
-    def __init__(self, codec: LowRank, *, warmup_steps: int = 0) -> None:
-        super().__init__(warmup_steps=warmup_steps)
-        self._codec = codec
+    _codec: LowRank
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -57,13 +57,13 @@ class GradientExchange:
         attached: Attached,
         *,
         routing: Routing,
-        batches_per_exchange: int = 1,
-        scale: float = 1.0,
-        predivide: float = 1.0,
+        batches_per_exchange: int,
+        scale: float,
+        predivide: float,
         parameters: Callable[[], ParameterStore | None],
         lays_out: Callable[[], bool] = lambda: False,
         kind: str = "optimizer",
-        at: int | None = None,
+        at: int | None,
     ) -> None:
         self._lays_out, self.relayout = lays_out, False
         self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()

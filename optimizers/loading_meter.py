@@ -7,7 +7,6 @@ while it computes.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class LoadingMeter:
         speed: the speed of workers that load while this rank computes; kept while other data is loaded without them.
     """
 
-    def __init__(self, meter: ComputeMeter, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, meter: ComputeMeter, clock: Callable[[], float]) -> None:
         self._meter, self._clock = meter, clock
         self.iteration, self.by_itself, self.speed = 0, True, LoaderSpeed()
         self._measures_speed = False  # whether `speed` is measured in the present iteration

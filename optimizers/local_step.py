@@ -55,7 +55,7 @@ class LocalSteps:
         gradient_exchange: GradientExchange,
         routing: Routing,
         batches: int | None = None,
-        on_give_up: Callable[[], None] = lambda: None,
+        on_give_up: Callable[[], None],
     ) -> None:
         engine, balancer = gradient_exchange.engine, gradient_exchange.balancer
         self.rule, self._engine, self._balancer, self._store, self._routing = rule, engine, balancer, store, routing

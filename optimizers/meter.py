@@ -248,7 +248,7 @@ class ComputeMeter:
 class Pace:
     """Measures the time from the beginning of one step to the beginning of the next, waiting included."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began: float | None = None
         self._step_s: deque[float] = deque(maxlen=9)

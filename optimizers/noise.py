@@ -99,7 +99,6 @@ class NoiseMeter:
         sums, self._sums = self._sums, None
         return sums
 
-
     # Norms on their way: see `UnsentState` ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.rank_words import ranks_text
 
 from .control import ParameterComparison
 from .parameter_store import ParameterStore
@@ -42,13 +43,13 @@ def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
         batches: the number of each rank's global batch; below 0 if it has sent none, as after `hvd.join()`.
         ranks: the ranks' numbers in the job, for the message.
     """
-    at: dict[int, list[str]] = {}
+    at: dict[int, list[int]] = {}
     for rank, batch in zip(ranks, batches, strict=True):
         if batch >= 0:
-            at.setdefault(batch, []).append(str(rank))
+            at.setdefault(batch, []).append(rank)
     if len(at) <= 1:
         return
-    found = "; ".join(f"batch {batch} on rank {', '.join(which)}" for batch, which in sorted(at.items()))
+    found = "; ".join(f"batch {batch} on {ranks_text(which)}" for batch, which in sorted(at.items()))
     raise DivergedError(
         # Without the words by which scripts tell what to catch and go on from: "out of memory".
         f"Expected gradients of the same global batch from every rank. Received: {found}. A rank that cannot compute "

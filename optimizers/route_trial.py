@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,8 +39,8 @@ class RouteTrial:
         chosen: str,
         size_bytes: int,
         engine: Engine,
-        tell: Callable[[RouteChoice], None] = lambda choice: None,
-        clock: Callable[[], float] = time.perf_counter,
+        tell: Callable[[RouteChoice], None],
+        clock: Callable[[], float],
     ) -> None:
         self._routes, self._chosen, self._size_bytes = dict(routes), chosen, size_bytes
         self._engine, self._tell, self._clock = engine, tell, clock

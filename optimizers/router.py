@@ -133,7 +133,7 @@ class Router:
     def _algorithms(self, local: CodecSpec) -> list[str]:
         """The algorithms that the user's argument and this topology allow, "flat" first if it is among them."""
         levels = self._levels
-        if levels.nodes == 1 or self._algorithm == "flat":
+        if len(levels.ranks) < 2 or self._algorithm == "flat":
             return ["flat"]
         if self._algorithm != "auto":
             return [self._algorithm]

@@ -45,10 +45,10 @@ def merged(sums: Any, features: int, *, at_least: Callable[[Any, float], Any]) -
 
 
 class RowSum:
-    """A sum of vectors over the ranks with its backward pass, for one layer. Both overwrite their argument.
+    """A sum of vectors over the ranks with its backward pass, for one layer. Both overwrite their argument. All ranks
+    make those of all layers in the same order.
 
     Args:
-        name: prefix of the operations' names; the same on all ranks, and different for each layer.
         counts: returns whether this rank's rows count in the present batch; False if the batch is a placeholder of a
             rank without a sample, and holds another rank's.
         terms: returns the number of terms that this rank's loss is a mean over; None: as many as its samples. It is
@@ -59,11 +59,11 @@ class RowSum:
         self,
         engine: Engine,
         *,
-        name: str,
         counts: Callable[[], bool] = lambda: True,
-        terms: Callable[[], float | None] = lambda: None,
+        terms: Callable[[], float | None],
     ) -> None:
-        self._engine, self._name, self._counts, self._terms = engine, name, counts, terms
+        self._engine, self._counts, self._terms = engine, counts, terms
+        self._name = engine.unique("hvd_hetero.sync_batch_norm.")
 
     def forth(self, vector: Any) -> Any:
         """The forward pass: the sum of `vector` over the ranks. A collective call."""

@@ -81,8 +81,8 @@ class ShardSampler(StreamSampler):
         balancer: Balancer,
         seed: int,
         lookahead: int,
-        readers: int = 1,
-        resumes: bool | str = True,
+        readers: int,
+        resumes: bool | str,
     ) -> None:
         self._asked, self._readers, self.resumes = steps, readers, resumes
         self._start = Start(0, {})  # with the places after the batch in use

@@ -36,7 +36,7 @@ class Silent:
     def on_begin(self):
         pass
 
-    def on_count(self, terms):
+    def on_count(self):
         pass
 
 
@@ -174,8 +174,7 @@ def test_proportional_is_exact_and_within_one_of_the_share():
 def test_the_order_depends_on_seed_and_epoch_alone(shuffle):
     def order(seed, epoch):
         dealer = Dealer(100, global_batch_size=8, shuffle=shuffle, seed=seed, drop_last=False)
-        dealer.epoch = epoch
-        return dealer.order().tolist()
+        return dealer.order(epoch).tolist()
 
     assert order(1, 0) == order(1, 0) and sorted(order(1, 0)) == list(range(100))
     assert (order(1, 0) != order(1, 1)) is shuffle and (order(1, 0) != order(2, 0)) is shuffle

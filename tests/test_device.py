@@ -2,6 +2,7 @@
 
 import json
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_the_device_is_what_this_process_may_use(tmp_path, monkeypatch):
     assert device.host_name == "fast" and "boot-1" in device.host and device.machine == "boot-1"
     assert describe_device(tmp_path, affinity={2}).cores == 1.0, "affinity may be tighter than the quota"
     assert kind_of(device, 0) != kind_of(describe_device(tmp_path, affinity={2}), 0)
-    assert Device.from_dict(json.loads(json.dumps(device.as_dict()))) == device
+    assert Device.from_dict(json.loads(json.dumps(asdict(device)))) == device
 
 
 def test_a_device_is_described_here_and_where_nothing_is_told(tmp_path):
@@ -274,8 +275,6 @@ def test_the_benchmark_counts_by_the_clock_it_is_given():
 
     assert speed(1e-3) == pytest.approx(2 * speed(2e-3))
     assert 0.01 < core_gflop_per_s(length_s=0.05) < 10_000
-    with pytest.raises(ValueError, match="length_s"):
-        core_gflop_per_s(length_s=0)
 
 
 def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):

@@ -15,7 +15,6 @@ from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
 from hvd_hetero.engine.payload import (
     broadcast_bytes,
     broadcast_in_pieces,
-    by_rank,
     gather_bytes,
     gather_text,
     scatter_bytes,
@@ -29,6 +28,7 @@ from hvd_hetero.engine.port import (
     rotating_name,
 )
 from hvd_hetero.optimizers.stateful_parts import StatefulParts
+from hvd_hetero.policy.rank_words import by_rank
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -184,7 +184,7 @@ def test_worker_processes_load_what_they_are_asked_for():
 
 def test_samples_of_one_source_batch_stay_together():
     dataset = make(Balancer(SoloEngine()), "batches")
-    order = dataset.sampler.dealer.order()
+    order = dataset.sampler.dealer.order(0)
     assert sorted(order) == list(range(LENGTH)) and order.tolist() != sorted(order)
     blocks = [number // 4 for number in order]
     assert sum(a != b for a, b in zip(blocks, blocks[1:], strict=False)) == 5

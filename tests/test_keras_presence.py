@@ -8,18 +8,21 @@ pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
 
 import keras
 
+import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.keras.balancer import Balancer
-from hvd_hetero.keras.reducer import GradientReducer
+from hvd_hetero.keras.optimizer import make_reducer
 from hvd_hetero.optimizers.compression import Compression
-from hvd_hetero.optimizers.routing import Routing
 
 LARGE = (40, 40)
 
 
 def reducer_of(engine, codecs=Compression.none, passes=1):
     balancer = Balancer(8, adaptive=False, engine=engine)
-    return GradientReducer(balancer=balancer, routing=Routing(engine, codecs=codecs, topology=None), passes=passes)
+    return make_reducer(
+        compression=codecs, op=hvd.Average, predivide=1.0, balancer=balancer, topology=None, bucket_bytes=None,
+        passes=passes,
+    )  # fmt: skip
 
 
 def variables_of(*shapes):

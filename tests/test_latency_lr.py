@@ -22,7 +22,7 @@ class Silent:
     def on_begin(self):
         pass
 
-    def on_count(self, terms):
+    def on_count(self):
         pass
 
 

@@ -87,13 +87,13 @@ def short_of_memory(engine, *, takes_part):
 def test_a_rank_that_leaves_a_step_out_alone_ends_all_before_gradients_of_two_batches_are_mixed():
     for error in World(3).run(lambda engine: short_of_memory(engine, takes_part=False), errors="return"):
         assert isinstance(error, DivergedError), error
-        assert "Received: batch 3 on rank 0, 2; batch 4 on rank 1." in str(error)
+        assert "Received: batch 3 on ranks 0, 2; batch 4 on rank 1." in str(error)
         assert "out of memory" not in str(error), "scripts that catch that would leave out all further steps"
 
 
 def test_who_says_nothing_of_its_batch_is_at_none():
     check_together((7, -1, 7), (0, 1, 2))
-    with pytest.raises(DivergedError, match="batch 7 on rank 0, 4; batch 8 on rank 3"):
+    with pytest.raises(DivergedError, match="batch 7 on ranks 0, 4; batch 8 on rank 3"):
         check_together((7, -1, 8, 7), (0, 1, 3, 4))
 
 

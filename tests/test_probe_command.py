@@ -1,12 +1,12 @@
 """`hvd-hetero probe`: its rows, its words and its picture; the launch with real ranks is in test_probe.py."""
 
 import json
+import sys
 
 import pytest
 from simulated import Network
 
-from hvd_hetero.cli import probe as command
-from hvd_hetero.cli import probe_picture
+from hvd_hetero.cli import console, probe_picture, probe_table
 from hvd_hetero.cli.main import main
 from hvd_hetero.engine.probe_result import ProbeResult
 from hvd_hetero.policy.link import Link
@@ -35,10 +35,10 @@ def found_on(hosts, rates):
 
 
 def test_each_row_shows_the_slowest_link_that_it_stands_for():
-    rows = command.link_rows(found_on("aaabb", {(0, 2): 5e8, (1, 2): 7e8, (2, 3): 1e7, (0, 4): 2e7}))
+    rows = probe_table.link_rows(found_on("aaabb", {(0, 2): 5e8, (1, 2): 7e8, (2, 3): 1e7, (0, 4): 2e7}))
     assert [(row.title, row.bandwidth_bytes_per_s) for row in rows] == [
         ("within node 0", 5e8), ("within node 1", 1e9), ("node 0 – node 1", 1e7)]
-    assert [(row.title, row.bandwidth_bytes_per_s) for row in command.by_level(rows)] == [
+    assert [(row.title, row.bandwidth_bytes_per_s) for row in probe_table.by_level(rows)] == [
         ("slowest within a node", 5e8), ("slowest between nodes", 1e7)]
 
 
@@ -46,28 +46,28 @@ def test_each_row_shows_the_slowest_link_that_it_stands_for():
                                            (3.4, "3.4 s"), (599.0, "599 s"), (700.0, "12 min"),
                                            (11085.0, "3 h 5 min"), (float("inf"), "inf s")])
 def test_seconds_are_for_people(seconds, text):
-    assert command.seconds_text(seconds) == text
+    assert console.seconds_text(seconds) == text
 
 
 def test_what_the_links_make_one_expect_is_said_where_there_are_several_nodes():
     slow, fast = (Link(latency_s=1e-4, bandwidth_bytes_per_s=rate) for rate in (12.5e6, 1e9))
     found = found_on("aabb", {})
-    assert command.expectations(found) == []
+    assert probe_table.expectations(found) == []
     known = Topology(nodes=((0, 1), (2, 3)), local=fast, cross=slow)
-    said = command.expectations(ProbeResult(**{**vars(found), "topology": known}))
+    said = probe_table.expectations(ProbeResult(**{**vars(found), "topology": known}))
     assert "in one level 2.01 s, in two levels 1.38 s, with fp16 between nodes 705 ms, with int8 369 ms" in said[0]
-    assert command.expectations(found_on("aaaa", {})) == []
+    assert probe_table.expectations(found_on("aaaa", {})) == []
 
 
 def test_the_tables_say_what_was_found(capsys):
-    command.show(found_on("aab", {(0, 2): 12.5e6, (1, 2): 12.5e6}))
+    probe_table.show(found_on("aab", {(0, 2): 12.5e6, (1, 2): 12.5e6}))
     said = capsys.readouterr().out
     for words in ("12.5 MB/s", "1,000 MB/s", "node 0: ranks 0, 1; node 1: rank 2", "25.0 %", "50.0 %", "in 2.0 s"):
         assert words in said, words
     assert "× slower" not in said, "one rank on a side: nothing to share"
-    command.show(found_on("aabb", {}))
+    probe_table.show(found_on("aabb", {}))
     assert "1.5 × slower" in capsys.readouterr().out
-    command.show(found_on("abcdefgh", {(0, 7): 1e6}))       # 28 links
+    probe_table.show(found_on("abcdefgh", {(0, 7): 1e6}))       # 28 links
     said = capsys.readouterr().out
     assert "slowest between nodes" in said and "1 MB/s" in said and "node 1 – node 2" not in said
 
@@ -115,6 +115,6 @@ def test_ranks_that_do_not_come_together_are_an_error_without_a_traceback(solo, 
 
 def test_without_a_framework_it_says_what_to_do(solo, capsys, monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    monkeypatch.setitem(__import__("sys").modules, "hvd_hetero.engine.binding", None)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", None)
     assert main(["probe"]) == 4
     assert "hvd-hetero build-horovod" in capsys.readouterr().err

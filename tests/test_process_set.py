@@ -71,10 +71,10 @@ def engines(monkeypatch):
 def test_a_sum_whose_process_sets_go_midway_fails_as_where_a_peer_is_gone(engines, algorithm, left):
     """A survivor that came to the next stage a little later ended, instead of going back to the last commit."""
     everyone, local, cross = engines(3)
-    levels = Levels(everyone=everyone, local=local, cross=cross, nodes=2, rails=2, even=True)
+    levels = Levels(everyone=everyone, local=local, cross=cross, rails=2, even=True)
     assert Chain(algorithm(levels, np.zeros(4), name="whole", local=None, cross=plain_sum)).wait() is not None
     everyone, local, cross = engines(left)
-    levels = Levels(everyone=everyone, local=local, cross=cross, nodes=2, rails=2, even=True)
+    levels = Levels(everyone=everyone, local=local, cross=cross, rails=2, even=True)
     with pytest.raises(hvd.HorovodInternalError, match="Process set .*does not exist|Invalid process set id"):
         Chain(algorithm(levels, np.zeros(4), name="broken", local=None, cross=plain_sum)).wait()
 

@@ -112,7 +112,7 @@ def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_miss
     assert "Exchanges take" in said and "Compression.auto" not in said and "no record" not in said
     (tmp_path / "rank-00001.jsonl").unlink()
     assert main(["report", str(tmp_path)]) == 0
-    assert "Plans are for 2 ranks, and there is no record of 1: bring" in " ".join(capsys.readouterr().out.split())
+    assert "Plans are for 2 ranks, and there is no record of rank 1: bring" in " ".join(capsys.readouterr().out.split())
 
 
 def record_of_loading(folder, *, each_s, shares, computes=(0.001, 0.001)):
@@ -155,7 +155,7 @@ def test_without_the_record_of_the_slow_rank_nothing_is_said_of_waiting_and_noth
     slow.write_text("") if empty else slow.unlink()
     assert main(["report", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "no record of 2" in said and "Exchanges take" not in said and "wait for each other" not in said
+    assert "no record of rank 2" in said and "Exchanges take" not in said and "wait for each other" not in said
     assert main(["plan", str(tmp_path)]) == 1
     assert "bring rank-00002.jsonl" in capsys.readouterr().err
 
@@ -167,7 +167,7 @@ def test_without_the_record_of_a_rank_nothing_is_planned_though_no_plan_is_recor
             for step in range(20):
                 trace.step(step=step, samples=8, compute_s=0.1, t_s=float(step))
     assert main(["plan", str(tmp_path), "--max-share", "2:4"]) == 1
-    assert "expected the records of all 4 ranks. Received none of 1." in capsys.readouterr().err
+    assert "expected the records of all 4 ranks. Received none of rank 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategies", [("synchronous", "synchronous"), ("synchronous", "local")])
@@ -279,7 +279,7 @@ def test_ranks_that_have_left_are_not_counted(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["shares"] == [22, 21, 21] and [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
     assert main(["plan", str(tmp_path)]) == 0
-    assert "left the job: ranks 3" in capsys.readouterr().out
+    assert "left the job: rank 3" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 0
     assert "3 ranks (and 1 that left), 90 steps, " in capsys.readouterr().out
 

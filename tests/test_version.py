@@ -27,7 +27,7 @@ def test_another_version_of_ours_is_an_error_on_all():
     )
     assert all(isinstance(error, RuntimeError) for error in found)
     assert {str(error) for error in found} == {
-        "hvd_hetero: expected one version on all ranks. Received: 1.0 on rank 0, 1, 2.0 on rank 2. Install the same on "
+        "hvd_hetero: expected one version on all ranks. Received: ranks 0, 1: 1.0; rank 2: 2.0. Install the same on "
         "all."
     }
 
@@ -38,7 +38,7 @@ def test_ranks_that_sum_in_unlike_ways_are_an_error_on_all(what, first, second):
         lambda engine: check_versions(engine, {**SAME, what: (first, second)[engine.rank]}), errors="return"
     )
     assert {str(error) for error in found} == {
-        f"{what}: expected one version on all ranks. Received: {first} on rank 0, {second} on rank 1. Build Horovod "
+        f"{what}: expected one version on all ranks. Received: rank 0: {first}; rank 1: {second}. Build Horovod "
         "alike on all hosts, and set variables alike."
     }
     assert what in versions("torch")
@@ -59,7 +59,7 @@ def test_those_that_stay_go_on_without_a_rank_of_another_version_that_joins():
 
 def test_another_version_of_others_is_told_once(capsys):
     World(3).run(lambda engine: check_versions(engine, {**SAME, "torch": f"2.{engine.rank // 2}"}))
-    assert capsys.readouterr().err == "hvd_hetero: torch differs between ranks: 2.0 on rank 0, 1, 2.1 on rank 2.\n"
+    assert capsys.readouterr().err == "hvd_hetero: torch differs between ranks: ranks 0, 1: 2.0; rank 2: 2.1.\n"
 
 
 def test_versions_are_those_installed():

@@ -495,7 +495,7 @@ def test_who_waits_for_long_asks_ever_more_rarely_and_never_stops(monkeypatch):
     clock, asked = types.SimpleNamespace(now=0.0), []
     monkeypatch.setattr(peer_group, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(peer_group.background, "begin", lambda work, name: work())
-    others = peer_group.PeerGroup(lambda: ())
+    others = peer_group.PeerGroup(lambda: (), lambda operation: 0)
     monkeypatch.setattr(others, "_asked", lambda *_: asked.append(clock.now) or [])
     awaited = others.awaits("merge", (0, 1))
     while clock.now < 1000.0:

@@ -118,7 +118,7 @@ def recipe_for(options: Options) -> Recipe:
         mpi=mpi,
         gpu=gpu,
         plain=options.plain,
-        jobs=options.jobs or _cores(),
+        jobs=options.jobs or len(os.sched_getaffinity(0)),
     )
 
 
@@ -131,7 +131,7 @@ def run(options: Options, progress: Progress | None = None) -> Path:
     try:
         return _run(options, show)
     finally:
-        show.interrupted()
+        show.end_line()
 
 
 def _run(options: Options, show: Progress) -> Path:
@@ -197,12 +197,6 @@ def _build_in(place: Path, recipe: Recipe, entry: Path, show: Progress) -> tuple
         if log.exists():
             os.replace(log, entry / LOG)
     return built, {**record, "depends_on": recipe.facts()}
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
 
 
 def command(arguments: argparse.Namespace) -> int:

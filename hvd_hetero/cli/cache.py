@@ -7,6 +7,7 @@ that were used last; older ones are removed when another wheel has been built.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -44,8 +45,7 @@ def default_folder() -> Path:
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """A context in which one process at a time has the lock file `path`.
 
-    Where no lock can be had (no `fcntl`, no right to write, a file system without locks), the context is entered
-    without one.
+    Where no lock can be had (no right to write, a file system without locks), the context is entered without one.
 
     Args:
         path: the lock file; it is created, and stays.
@@ -64,8 +64,6 @@ def _lock(path: Path, waiting: Callable[[], None] | None) -> TextIO | None:
     """
     with contextlib.ExitStack() as closing:
         try:
-            import fcntl
-
             file = closing.enter_context(path.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,7 +71,7 @@ def _lock(path: Path, waiting: Callable[[], None] | None) -> TextIO | None:
                 return None
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
+        except OSError:
             return None
         closing.pop_all()
         return file

@@ -37,13 +37,10 @@ def rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
-def rich_console() -> tuple[Any, Any]:
-    """A `rich.console.Console` for the output, and the class `rich.table.Table`.
-
-    Raises `CommandError` if rich is not installed.
-    """
+def rich_console() -> Any:
+    """A `rich.console.Console` for the output. Raises `CommandError` if rich is not installed."""
     try:
-        consoles, tables = importlib.import_module("rich.console"), importlib.import_module("rich.table")
+        consoles = importlib.import_module("rich.console")
     except ImportError as error:
         raise CommandError(
             f"expected the package rich, which prints the tables. Received: {error}.\n"
@@ -55,7 +52,7 @@ def rich_console() -> tuple[Any, Any]:
     if not console.is_terminal or (under_mpi() and not _terminal_columns()):
         console = consoles.Console(highlight=False, width=WIDTH, force_terminal=False)
     console.on_broken_pipe = _nobody_reads  # rich's own method ends the process; `main` handles the exception
-    return console, tables.Table
+    return console
 
 
 def _terminal_columns() -> int:
@@ -70,18 +67,17 @@ def _nobody_reads() -> None:
     raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Any:
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Any:
     """A table of rich, with every column aligned to the right except for those named in `left`.
 
     Args:
-        make: the class `rich.table.Table`.
         title: stands above the table.
         columns: the headings.
         rows: the cells as text; the markup of rich is not interpreted in them.
         left: headings of the columns that are aligned to the left.
     """
     escape = importlib.import_module("rich.markup").escape  # otherwise rich takes text in brackets for its markup
-    made = make(title=title)
+    made = importlib.import_module("rich.table").Table(title=title)
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:

@@ -120,7 +120,7 @@ def expected_repairs(frameworks: Sequence[str]) -> tuple[edits.Edit, ...]:
     return edits.repairs(edits.chosen(met))
 
 
-def examine(load: bool = True) -> Diagnosis:
+def examine(load: bool) -> Diagnosis:
     """Examines the running environment.
 
     Args:

@@ -28,6 +28,7 @@ from hvd_hetero.optimizers.agreement import MOST
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.local_round import ROUND_STEPS
 from hvd_hetero.policy.partition import Bound, InfeasibleError
+from hvd_hetero.policy.rank_words import ranks_text
 from hvd_hetero.trace.run import Run
 
 
@@ -39,9 +40,9 @@ def show(estimates: RankEstimates, found: Sequence[Forecast], run: Run | None) -
         found: the forecasts; speeds are shown relative to the first one.
         run: the run that `estimates` comes from, or None.
     """
-    console, make = rich_console()
+    console = rich_console()
     if run is not None and run.gone:
-        console.print(f"Not counted, as they have left the job: ranks {', '.join(map(str, run.gone))}.", soft_wrap=True)
+        console.print(f"Not counted, as they have left the job: {ranks_text(run.gone)}.", soft_wrap=True)
     if run is not None and estimates.step_s is not None:
         words = f"{run.folder}: {seconds_text(estimates.step_s)} a step with shares {shares_text(estimates.shares)}, "
         words += f"of which {seconds_text(estimates.exchange_s)} beside computing."
@@ -49,7 +50,7 @@ def show(estimates: RankEstimates, found: Sequence[Forecast], run: Run | None) -
     rows = [[each.title, shares_text(each.shares), "–" if each.step_s is None else seconds_text(each.step_s),
              rate_text(each.samples_per_s), f"{each.samples_per_s / found[0].samples_per_s:.2f}"] for each in found]
     columns = ["predicted", "shares", "step", "samples/s", "times the first"]
-    console.print(table(make, "What the hardware would make", columns, rows, left=["predicted", "shares"]))
+    console.print(table("What the hardware would make", columns, rows, left=["predicted", "shares"]))
     console.print(advice(found), markup=False, soft_wrap=True)
 
 

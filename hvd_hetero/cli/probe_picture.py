@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_hetero.cli.console import seconds_text
 from hvd_hetero.cli.drawing import figure
-from hvd_hetero.cli.probe import LinkRow, bandwidth_text, link_rows
+from hvd_hetero.cli.probe_table import LinkRow, bandwidth_text, link_rows
 from hvd_hetero.engine.probe_result import ProbeResult
 
 BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # height of one line of text, width of a box; about inches
@@ -33,7 +33,7 @@ def draw(found: ProbeResult) -> Any:
     for row in rows:
         if len(row.nodes) == 2:
             colour = colours["viridis_r"](0.15 + 0.75 * float(scale(row.bandwidth_bytes_per_s)))
-            _line(axes, row, places, colour, 1.5 + 6.0 * float(scale(row.bandwidth_bytes_per_s)), found)
+            _line(axes, row, places, colour, 1.5 + 6.0 * float(scale(row.bandwidth_bytes_per_s)))
     for index, at in enumerate(places):
         _box(axes, found, index, at, next((row for row in rows if row.nodes == (index,)), None))
     return drawn
@@ -55,9 +55,7 @@ def _places(found: ProbeResult) -> list[tuple[float, float]]:
     return [(radius * math.cos(angle), radius * math.sin(angle)) for angle in angles]
 
 
-def _line(
-    axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: Any, width: float, found: ProbeResult
-) -> None:
+def _line(axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: Any, width: float) -> None:
     (x, y), (to_x, to_y) = (places[index] for index in row.nodes)
     axes.plot([x, to_x], [y, to_y], color=colour, linewidth=width, solid_capstyle="butt", zorder=1)
     if len(places) > MOST_LABELS:

@@ -35,7 +35,7 @@ class Progress:
 
     def stage(self, text: str) -> None:
         """Ends the stage before, and shows `text` as the present one."""
-        self._end_line()
+        self.end_line()
         self._stage = text
         self._shown_percent = -1
         self._write(text)
@@ -53,13 +53,16 @@ class Progress:
 
     def done(self, text: str) -> None:
         """Ends the display with `text` as its last line."""
-        self._end_line()
+        self.end_line()
         self._write(text)
-        self._end_line()
+        self.end_line()
 
-    def interrupted(self) -> None:
+    def end_line(self) -> None:
         """Ends the line that is being rewritten, so that what is printed next, as an error, begins a new one."""
-        self._end_line()
+        if self._terminal and self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+        self._width = 0
 
     def _write(self, text: str) -> None:
         elapsed_s = int(self._clock() - self._start)
@@ -70,9 +73,3 @@ class Progress:
         else:
             self._stream.write(shown + "\n")
         self._stream.flush()
-
-    def _end_line(self) -> None:
-        if self._terminal and self._width:
-            self._stream.write("\n")
-            self._stream.flush()
-        self._width = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound
+from hvd_hetero.policy.rank_words import ranks_text
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 from hvd_hetero.trace.entry import bound_in
 from hvd_hetero.trace.record import file_name
@@ -114,7 +115,7 @@ def estimates_from_run(run: Run, *, skip: int) -> RankEstimates:
     if missing := [rank for rank in range(size) if rank not in run.ranks or not len(run.ranks[rank].steps)]:
         names = ", ".join(map(file_name, missing))
         raise CommandError(f"expected the records of all {size} ranks. Received none of "
-                           f"{', '.join(map(str, missing))}.\n  What to do: bring {names} into {run.folder}.")
+                           f"{ranks_text(missing)}.\n  What to do: bring {names} into {run.folder}.")
     ranks = list(run.present.values())
     models, jitters = zip(*(speed_of(rank, skip=skip) for rank in ranks), strict=True)
     bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)

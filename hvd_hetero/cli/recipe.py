@@ -116,7 +116,7 @@ class Recipe:
         """
         # Horovod's log messages name their source file. The prefix map takes the path of the temporary folder out of
         # them; it cannot be given for a path with spaces, at which flags are split.
-        name = f"-ffile-prefix-map={source}=horovod-{HOROVOD_VERSION}" if not re.search(r"\s", str(source)) else ""
+        mapped = f"-ffile-prefix-map={source}=horovod-{HOROVOD_VERSION}" if not re.search(r"\s", str(source)) else ""
         env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_") or n.startswith(_KEPT_VARIABLES)}
         env.update(
             HOROVOD_WITH_GLOO="1",
@@ -125,7 +125,7 @@ class Recipe:
             HOROVOD_BUILD_ARCH_FLAGS=" ".join(f"-m{flag}" for flag in self.cpu_flags),
             CMAKE_POLICY_VERSION_MINIMUM="3.5",  # CMake 4 refuses the older minimum that Gloo asks for
             CXX=self.compiler,
-            CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} {name}".strip(),
+            CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} {mapped}".strip(),
             MAKEFLAGS=f"-j{self.jobs}",
         )
         env["HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI"] = "1"

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError, UsageError
+from hvd_hetero.policy.rank_words import ranks_text
 from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
@@ -85,7 +86,7 @@ class Report:
         }
 
 
-def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
+def read_run(folder: str, *, skip: int) -> Run:
     """Reads the run whose trace is in `folder`.
 
     Args:
@@ -112,7 +113,7 @@ def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
     return run
 
 
-def read_report(folder: str, *, skip: int = SKIPPED_STEPS) -> Report:
+def read_report(folder: str, *, skip: int) -> Report:
     """The report of the run whose trace is in `folder`. Raises CommandError as `read_run` does."""
     run = read_run(folder, skip=skip)
     return Report(run=run, skip=skip, waits=waiting(run, skip=skip))
@@ -129,11 +130,6 @@ def percent_text(part: float) -> str:
 def shares_text(shares: Sequence[int]) -> str:
     """Shares for people: "37:16:5:6", or "5 to 37" for more than `MOST_RANKS` ranks."""
     return ":".join(map(str, shares)) if len(shares) <= MOST_RANKS else f"{min(shares)} to {max(shares)}"
-
-
-def ranks_text(numbers: Sequence[int]) -> str:
-    """Rank numbers for people: "rank 2", "ranks 0, 2"; "others" if there are none."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else "others"
 
 
 def headline(report: Report) -> str:
@@ -213,7 +209,7 @@ def _record_warnings(report: Report) -> list[str]:
     run, said = report.run, []
     if run.missing:
         said.append(f"Plans are for {len(run.plans[-1].shares)} ranks, and there is no record of "
-                    f"{', '.join(map(str, run.missing))}: bring those of all hosts together, "
+                    f"{ranks_text(run.missing)}: bring those of all hosts together, "
                     "each host's files into a folder of its name.")
     elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
-from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent_text, ranks_text, shares_text
+from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent_text, shares_text
+from hvd_hetero.policy.rank_words import ranks_text
 from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
 
@@ -16,22 +17,22 @@ MOST_COLUMNS = 8  # ranks that have a column of their own in the table of waitin
 
 def show(report: Report) -> None:
     """Prints the headline, the tables of time, waiting and plans, the noteworthy events, and the advice."""
-    console, make = rich_console()
+    console = rich_console()
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     say(headline(report))
-    console.print(_rank_table(report, make))
+    console.print(_rank_table(report))
     ranks, waited = len(report.run.ranks), any(map(any, report.waits.waited_s))
     if ranks > MOST_ROWS:
         say(f"… of {ranks} ranks, {f'the {MOST_ROWS} that the others waited for longest' if waited else MOST_ROWS}.")
     if waited:
-        console.print(_waiting_table(report.waits, make))
+        console.print(_waiting_table(report.waits))
         if ranks > MOST_COLUMNS:
             say(f"… at most the {MOST_COLUMNS} of {ranks} ranks that the others waited for longest.")
     if plans := report.run.plans:
-        console.print(_plan_table(report, make))
+        console.print(_plan_table(report))
         if len(plans) > MOST_PLANS:
             say(f"… of {len(plans)} plans, the last {MOST_PLANS}.")
     events = _noteworthy(report.run)
@@ -43,7 +44,7 @@ def show(report: Report) -> None:
         say(line)
 
 
-def _rank_table(report: Report, make: Any) -> Any:
+def _rank_table(report: Report) -> Any:
     waits, rows = report.waits, []
     ranks = list(report.run.ranks.values())
     for index in sorted(_waited_for_longest(waits, MOST_ROWS)):
@@ -54,7 +55,7 @@ def _rank_table(report: Report, make: Any) -> Any:
         rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
                      *(percent_text(part[name]) for name in ("compute", "data", "wait", "rest")), last])
     columns = ["rank", "host", "last share", "samples/s", "compute", "data", "waiting", "rest", "came last in"]
-    return table(make, "Where the time of each rank went", columns, rows, left=["host"])
+    return table("Where the time of each rank went", columns, rows, left=["host"])
 
 
 def _waited_for_longest(waits: Waiting, most: int) -> list[int]:
@@ -62,7 +63,7 @@ def _waited_for_longest(waits: Waiting, most: int) -> list[int]:
     return sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:most]
 
 
-def _waiting_table(waits: Waiting, make: Any) -> Any:
+def _waiting_table(waits: Waiting) -> Any:
     indices = sorted(i for i in _waited_for_longest(waits, MOST_COLUMNS) if waits.waited_for(i) > 0)
     rows = []
     for i in sorted(range(len(waits.ranks)), key=lambda i: -sum(waits.waited_s[i]))[:MOST_RANKS]:
@@ -76,10 +77,10 @@ def _waiting_table(waits: Waiting, make: Any) -> Any:
         values = [getattr(waits.causes[j], name) / w if w else 0.0 for j, w in zip(indices, whole, strict=True)]
         rows.append([f"because of its {name}", *map(percent_text, values), ""])
     columns = ["", *(f"for rank {waits.ranks[j]}" for j in indices), "in all"]
-    return table(make, f"Who waited for whom, in {waits.steps} synchronous steps", columns, rows, left=[""])
+    return table(f"Who waited for whom, in {waits.steps} synchronous steps", columns, rows, left=[""])
 
 
-def _plan_table(report: Report, make: Any) -> Any:
+def _plan_table(report: Report) -> Any:
     plans = report.run.plans[-MOST_PLANS:]
     rows = []
     for plan in plans:
@@ -87,7 +88,7 @@ def _plan_table(report: Report, make: Any) -> Any:
         strategy = [plan.strategy] if report.plans_choose else []
         rows.append([str(plan.step), shares_text(plan.shares), *strategy, expected, plan.reason])
     columns = ["from step", "shares", *(["strategy"] if report.plans_choose else []), "expected step", "why"]
-    return table(make, "Plans", columns, rows, left=["shares", "strategy", "why"])
+    return table("Plans", columns, rows, left=["shares", "strategy", "why"])
 
 
 def _noteworthy(run: Run) -> list[str]:
@@ -110,6 +111,7 @@ def _noteworthy(run: Run) -> list[str]:
             lines.append(f"At step {fields.get('step', '?')}: {fields['reason']}. Ways to sum gradients were "
                          f"timed, and {chosen}.")
         elif event.kind == "wait":
+            missing = fields.get("missing", [])
             lines.append(f"Rank {rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
-                         f"{ranks_text(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
+                         f"{ranks_text(missing) if missing else 'others'}, at {fields.get('line', 'an unknown line')}.")
     return list(dict.fromkeys(lines))

@@ -107,15 +107,10 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
     Raises:
         MissingFramework: one that was asked for is not installed, none is installed, or PyTorch cannot be imported.
     """
-    found: dict[str, dict[str, object]] = {}
-    if asked is None or "torch" in asked:
-        facts = torch_facts()
-        if facts is not None:
-            found["torch"] = facts
-    if asked is None or "tensorflow" in asked:
-        facts = tensorflow_facts()
-        if facts is not None:
-            found["tensorflow"] = facts
+    ways = {"torch": torch_facts, "tensorflow": tensorflow_facts}
+    found = {
+        name: facts for name, find in ways.items() if (asked is None or name in asked) and (facts := find()) is not None
+    }
     missing = [name for name in asked or () if name not in found]
     if missing or not found:
         wanted = " and ".join(missing) if missing else "PyTorch or TensorFlow"

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -156,8 +157,6 @@ def _has_library(wheel: Path, framework: str) -> bool:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     """Ends a build and its compilers, which are one process group: by SIGTERM, and by SIGKILL 5 s later."""
-    import signal
-
     try:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=5)

@@ -58,7 +58,7 @@ class LowRank:
         length: the number of values of all matrices.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int = 4) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int) -> None:
         if rank < 1:
             raise ValueError(f"rank: expected at least 1. Received: {rank}.")
         self.shapes = [(int(rows), int(columns)) for rows, columns in shapes]

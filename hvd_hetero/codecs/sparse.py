@@ -20,7 +20,7 @@ class TopK:
         density: the fraction of the entries that is sent, in (0, 1].
     """
 
-    def __init__(self, density: float = 0.01) -> None:
+    def __init__(self, density: float) -> None:
         if not 0.0 < density <= 1.0:
             raise ValueError(f"density: expected a number in (0, 1]. Received: {density}.")
         self.density = density

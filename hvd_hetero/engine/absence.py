@@ -13,9 +13,7 @@ from .peer import BusyError, GoneError, Peer, SilentError, ask
 JOIN = "horovod.join"
 
 
-def waits_for(
-    me: Peer | None, state: dict[str, Any], submitted: Container[str], times: Callable[[str], int] = lambda operation: 0
-) -> bool:
+def waits_for(me: Peer | None, state: dict[str, Any], submitted: Container[str], times: Callable[[str], int]) -> bool:
     """Whether another rank waits for this rank in an operation that this rank has not submitted.
 
     Args:
@@ -52,7 +50,7 @@ class Absence:
 
 def absence_of(
     peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Callable[[], Container[str]],
-    times: Callable[[str], int] = lambda operation: 0,
+    times: Callable[[str], int],
 ) -> Absence | None:
     """Asks a rank's process why it has not submitted an operation. Returns None if it has, or need not.
 

@@ -13,9 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
+from hvd_hetero.policy.rank_words import by_rank, ranks_text
+
 from .checkpoint_file import CheckpointError, CheckpointFile, Content
 from .environment import is_elastic
-from .payload import broadcast_bytes, by_rank, gather_bytes, gather_text, scatter_bytes
+from .payload import broadcast_bytes, gather_bytes, gather_text, scatter_bytes
 from .port import Engine, Handle
 from .stderr import tell
 from .termination import EXIT_STATUS_LEFT, TerminationHandler
@@ -162,8 +164,7 @@ class Checkpoint:
         if leaving or (self._every and self._steps // self._every > before // self._every):
             self.save()
         if leaving:
-            ranks = ", ".join(map(str, leaving))
-            tell(f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}.")
+            tell(f"hvd_hetero: told to end: {ranks_text(leaving)}. Saved to {self._file.path}.")
             raise SystemExit(EXIT_STATUS_LEFT)
 
     def _leaving(self) -> Sequence[int]:

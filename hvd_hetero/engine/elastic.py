@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
+from hvd_hetero.policy.rank_words import ranks_text
+
 from .environment import is_elastic
 from .stderr import tell
 from .termination import EXIT_STATUS_LEFT, TerminationHandler
@@ -74,8 +76,7 @@ def let_leave(leaving: Sequence[int], *, rank: int) -> None:
     if rank in leaving:
         raise SystemExit(EXIT_STATUS_LEFT)
     if leaving:
-        ranks = ", ".join(map(str, leaving))
-        tell(f"hvd_hetero: rank {ranks} leaves, as it was told to.")
+        tell(f"hvd_hetero: going on without {ranks_text(leaving)}, told to end.")
         exceptions = importlib.import_module("horovod.common.exceptions")
         raise exceptions.HostsUpdatedInterrupt(False)
 

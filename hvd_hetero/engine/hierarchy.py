@@ -46,7 +46,6 @@ class Levels:
 
     Attributes:
         everyone: the engine of all ranks.
-        nodes: the number of nodes.
         rails: the number of rails: the ranks of the smallest node. Rail r joins rank r of every node.
     """
 
@@ -55,7 +54,6 @@ class Levels:
     """The engine of the ranks on this rank's node; None if it is the only rank of its node."""
     cross: Engine | None
     """The engine of this rank's rail, which has one rank of each node; None without a rail, and on a single node."""
-    nodes: int
     rails: int
     even: bool
     """Whether every rank belongs to a rail, because all nodes have the same number of ranks."""
@@ -69,7 +67,7 @@ class Levels:
 
 def one_level(engine: Engine) -> Levels:
     """Returns `Levels` without nodes, in which all ranks sum at once (topology "flat")."""
-    return Levels(everyone=engine, local=None, cross=None, nodes=1, rails=1, even=False)
+    return Levels(everyone=engine, local=None, cross=None, rails=1, even=False)
 
 
 def levels_of(engine: Engine, topology: Topology) -> Levels:
@@ -90,10 +88,7 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
             group = engine.group(sorted(ranks))
             cross = group if engine.rank in ranks else cross
     even = all(len(node) == topology.rails for node in topology.nodes)
-    nodes = len(topology.nodes)
-    return Levels(
-        everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even, ranks=topology.nodes
-    )
+    return Levels(everyone=engine, local=local, cross=cross, rails=topology.rails, even=even, ranks=topology.nodes)
 
 
 def topology_now(engine: Engine, topology: Topology | str | None) -> Topology | str | None:

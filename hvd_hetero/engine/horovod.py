@@ -16,8 +16,6 @@ from .port import Op, checked_splits
 from .process_set import ProcessSetEngine, while_there
 from .sleep import wait_until
 
-_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
-
 
 def _over(binding: Any, handle: int) -> bool:
     """Whether an operation is complete. Any thread may ask, even while another thread waits for the operation and
@@ -71,7 +69,7 @@ class HorovodEngine(ProcessSetEngine):
     @while_there
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> HorovodHandle:
         handle = self._binding.allreduce_async_(
-            self._tensor(array), name=name, op=getattr(self._binding, _OPS[op]), process_set=self._set
+            self._tensor(array), name=name, op=self._op(op), process_set=self._set
         )
         return HorovodHandle(self, handle, array, name)
 

@@ -25,7 +25,6 @@ from .port import Op, checked_splits
 from .process_set import ProcessSetEngine, while_there
 from .tracked import Tracked
 
-_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that runs them
 
 
@@ -223,9 +222,8 @@ class TensorflowEngine(ProcessSetEngine):
         return self._track(name).begin_graph_wait(lasts=lambda: script.under_way(calls), broken=broken)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
-        how = getattr(self._binding, _OPS[op])
         return self._start(
-            "Allreduce", [array], name, lambda x, **c: self._binding._allreduce(x, op=how, **c), op=op
+            "Allreduce", [array], name, lambda x, **c: self._binding._allreduce(x, op=self._op(op), **c), op=op
         )
 
     def allgather_async(self, array: Any, *, name: str) -> ThreadHandle:

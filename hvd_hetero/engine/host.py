@@ -25,7 +25,7 @@ from .environment import launcher_host_name, under_mpi
 from .machine import read
 
 
-def boot_id(root: Path = Path("/")) -> str:
+def boot_id(root: Path) -> str:
     """One text per machine and start of its kernel, whatever containers run on it; "" where the system has none."""
     return read(root / "proc/sys/kernel/random/boot_id").strip()
 

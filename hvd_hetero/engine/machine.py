@@ -51,7 +51,7 @@ def listing(numbers: set[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def cgroup_folders(controller: str, mountinfo: str, cgroup: str, root: Path = Path("/")) -> Iterator[Path]:
+def cgroup_folders(controller: str, mountinfo: str, cgroup: str, root: Path) -> Iterator[Path]:
     """The folders, from this process's cgroup up to the mount, that hold `controller`'s limits; v1 and v2.
 
     `mountinfo` and `cgroup` are the texts of /proc/self/mountinfo and /proc/self/cgroup. A limit of a parent holds for

@@ -20,30 +20,6 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     return whole.tobytes().decode().splitlines()
 
 
-def by_rank(values: Sequence[object]) -> str:
-    """What ranks gave, for an error: "rank 0: 5; ranks 1 to 3: 6". Ranks that gave the same are named together.
-
-    Args:
-        values: one of each rank, by rank, which are compared as texts.
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
-    return "; ".join(f"{_ranks_text(those)}: {value}" for value, those in ranks.items())
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """"rank 3", or "ranks 0, 2 to 5", of ranks in order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
-
-
 def _piece_bytes(lengths: np.ndarray) -> int:
     """The most bytes of each rank that one operation carries, where a rank has `lengths[rank]` to be carried in all."""
     return PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // len(lengths), 1)

@@ -30,9 +30,7 @@ class PeerGroup:
         me: this rank's own process; None before the ranks have met.
     """
 
-    def __init__(
-        self, submitted: Callable[[], Container[str]], times: Callable[[str], int] = lambda operation: 0
-    ) -> None:
+    def __init__(self, submitted: Callable[[], Container[str]], times: Callable[[str], int]) -> None:
         self._submitted, self._times = submitted, times
         self._peers: dict[int, Peer] = {}
         self.awaited = False

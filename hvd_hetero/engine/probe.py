@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.rank_words import by_rank
 from hvd_hetero.policy.topology import Topology, by_host, group, tournament
 
 from . import cache
 from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, gloo_interface, under_mpi
 from .host import mpi_host, mpi_module
-from .payload import by_rank, gather_text
+from .payload import gather_text
 from .port import Engine
 from .probe_result import ProbeResult
 from .transfer import Pair, Timer
@@ -64,7 +65,7 @@ def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, bud
     if not budget_s > 0.0:
         raise ValueError(f"budget_s: expected above 0, the seconds that probing may take. Received: {budget_s}.")
     key = cache.key({"format": FORMAT, "mpi": under_mpi(), "interfaces": interfaces,
-                     "devices": [{**device.as_dict(), "notes": []} for device in devices]})
+                     "devices": [{**asdict(device), "notes": []} for device in devices]})
     place = folder if folder is not None or engine.rank else _users_folder()
     kept = None if fresh else _kept(engine, name, place, key, budget_s)
     if kept is not None:
@@ -101,7 +102,7 @@ def _devices(
     mine: dict[str, Any] = {"terms": terms, "interface": gloo_interface()}
     try:
         mpi = mpi_module(engine.size)
-        mine |= {"device": describe().as_dict(), "mpi": mpi is not None}
+        mine |= {"device": asdict(describe()), "mpi": mpi is not None}
     except Exception as error:      # told to all ranks, which raise below: none is left waiting
         mine["error"] = f"{type(error).__name__}: {error}"
     rows = [json.loads(text) for text in gather_text(engine, json.dumps(mine), name=f"{name}.device")]

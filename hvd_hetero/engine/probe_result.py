@@ -81,8 +81,7 @@ class ProbeResult:
     def as_dict(self) -> dict[str, Any]:
         """Returns the content as a dictionary for JSON; null stands for the infinite bandwidth of a rank to itself."""
         rates = [[None if math.isinf(rate) else rate for rate in row] for row in self.bandwidth_bytes_per_s]
-        devices = [device.as_dict() for device in self.devices]
-        return {**asdict(self), "devices": devices, "bandwidth_bytes_per_s": rates, "topology": self.topology.as_dict()}
+        return {**asdict(self), "bandwidth_bytes_per_s": rates}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ProbeResult:

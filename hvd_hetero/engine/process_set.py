@@ -20,6 +20,7 @@ from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
 from .payload import gather_text
+from .port import Op
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .tracked import AROUND_WAITS, Tracked
@@ -224,13 +225,17 @@ class ProcessSetEngine:
         with AROUND_WAITS.entered(), watched:
             wait_until(done)
 
+    def _op(self, op: Op) -> Any:
+        """Horovod's reduction of this name."""
+        return getattr(self._binding, op.capitalize())
+
     def _track(self, operation: str, over: Callable[[], bool] = lambda: False) -> Tracked:
         """Tells the watchdog that this rank has submitted an operation of this engine's ranks. `over()` returns whether
         the operation is complete."""
         return Tracked(operation, self.ranks, self._watch, over)
 
     @classmethod
-    def tracked(cls, operation: str, process_set: Any = None) -> Tracked:
+    def tracked(cls, operation: str, process_set: Any) -> Tracked:
         """Tells the watchdog that this rank has submitted an operation by calling Horovod itself, not an engine."""
         ranks = getattr(process_set, "ranks", None)
         if not ranks and cls._watch is not None:

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from hvd_hetero import __version__
+from hvd_hetero.policy.rank_words import by_rank
 
 from .environment import fused_bytes, gloo_allreduce, repairs
 from .payload import gather_text
@@ -106,15 +107,13 @@ def check_versions(engine: Engine, mine: Mapping[str, str], *, stays: bool = Fal
     said = [json.loads(text) for text in texts]
     stay = [bool(theirs.pop("stays", False)) for theirs in said]
     for name in mine:
-        by_version: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(said):
-            by_version.setdefault(theirs.get(name, "none"), []).append(rank)
-        if len(by_version) == 1:
+        found = [theirs.get(name, "none") for theirs in said]
+        if len(set(found)) == 1:
             continue
-        text = ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
+        text = by_rank(found)
         if name in VITAL:
             words = f"{name}: expected one version on all ranks. Received: {text}. {VITAL[name]}"
-            of_those = {theirs.get(name, "none") for theirs, stays_too in zip(said, stay, strict=True) if stays_too}
+            of_those = {version for version, stays_too in zip(found, stay, strict=True) if stays_too}
             if stays and len(of_those) == 1:
                 raise engine.failure[0](words)
             raise RuntimeError(words)

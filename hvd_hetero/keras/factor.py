@@ -23,6 +23,11 @@ PLACE = "_factor"  # the attribute of an optimizer that holds its `RateFactor`
 PROPORTIONAL = ("SGD", "RMSprop", "Adam", "AdamW", "Nadam", "Adamax", "Adagrad", "Adadelta", "Lion", "Lamb")
 
 
+def inner(optimizer: Any) -> Any:
+    """The optimizer within a LossScaleOptimizer; any other optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 class RateFactor:
     """What the updates of one optimizer multiply the learning rate by: 1, unless a `LatencyLR` is followed.
 
@@ -96,7 +101,7 @@ class RateFactor:
     def applied(self, optimizer: Any, gradients: Sequence[Any]) -> Iterator[Any]:
         """Within it, what `optimizer` updates with is the learning rate times the factor, which this gives, or the part
         of that which it is to make. Once the `gradients` are there, which an exchange may have moved either for."""
-        updates = getattr(optimizer, "inner_optimizer", optimizer)
+        updates = inner(optimizer)
         rate = self._form.multiplied(optimizer.learning_rate, self._number, after=gradients)
         made = rate if self._part is None else self._form.multiplied(rate, self._part, after=gradients)
         # All that an update reads of its learning rate comes from this method of Keras's.
@@ -173,11 +178,11 @@ class Factors:
 
 def in_proportion(optimizer: Any) -> bool:
     """Whether the updates of a distributed optimizer are in proportion to its learning rate."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    base = type(optimizer).__mro__[1] if inner is None else type(inner)
+    updates = inner(optimizer)
+    base = type(optimizer).__mro__[1] if updates is optimizer else type(updates)
     if base.__module__.partition(".")[0] != "keras" or base.__name__ not in PROPORTIONAL:
         return False
-    return not getattr(optimizer if inner is None else inner, "momentum", 0.0)
+    return not getattr(updates, "momentum", 0.0)
 
 
 def factor_of(optimizer: Any) -> RateFactor | None:

@@ -85,7 +85,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             engine = engine or backend.engine(self._process_set)
             self._rows = RowSum(
                 engine,
-                name=engine.unique("hvd_hetero.sync_batch_norm."),
                 counts=lambda: balancer is None or not balancer.idle,
                 terms=lambda: None if balancer is None else balancer.terms_due,
             )

@@ -19,7 +19,7 @@ from hvd_hetero.policy.topology import Topology
 from . import backend
 from .accumulation import begin_anew
 from .argument import check_unused, op_of
-from .factor import PLACE, RateFactor
+from .factor import PLACE, RateFactor, inner
 from .reducer import GradientReducer
 from .subclass import distributed_class
 
@@ -115,7 +115,7 @@ def DistributedOptimizer(
     distributed.__dict__.pop("apply", None)  # set on an optimizer that `factor.ask_from_now_on` has changed
     distributed.__dict__[PLACE] = RateFactor(distributed)
     if backward_passes_per_step > 1:
-        getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
+        inner(distributed).gradient_accumulation_steps = steps
     distributed.__dict__["_reducer_of"] = reducer_of
     distributed._reduce_anew()
     balancer.engine.on_reset_end(distributed._reduce_anew)
@@ -232,23 +232,23 @@ def _accumulated(optimizer: Any, passes: int) -> int:
         ValueError: `passes` differs from what the optimizer has, and that cannot be changed any more.
     """
     check_whole("backward_passes_per_step", passes, least=1)
-    inner = optimizer.inner_optimizer if _scales(optimizer) else optimizer
-    has: int | None = inner.gradient_accumulation_steps
+    updates = inner(optimizer)
+    has: int | None = updates.gradient_accumulation_steps
     if passes == 1 or passes == has:
         return has or 1
-    if has or inner.built:
+    if has or updates.built:
         raise ValueError(
             f"backward_passes_per_step: expected 1, or an optimizer that has no variables and no "
-            f"gradient_accumulation_steps yet. Received: {passes}, and {type(inner).__name__} with {has}, which is "
-            f"{'' if inner.built else 'not '}built. Make a new one with gradient_accumulation_steps={passes}."
+            f"gradient_accumulation_steps yet. Received: {passes}, and {type(updates).__name__} with {has}, which is "
+            f"{'' if updates.built else 'not '}built. Make a new one with gradient_accumulation_steps={passes}."
         )
     return passes
 
 
 def _named(optimizer: Any) -> str:
     """The class name of an optimizer, followed by that of its inner optimizer in parentheses, if it has one."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return type(optimizer).__name__ + ("" if inner is None else f"({_named(inner)})")
+    within = inner(optimizer)
+    return type(optimizer).__name__ + ("" if within is optimizer else f"({_named(within)})")
 
 
 def _scales(optimizer: Any) -> bool:

@@ -47,15 +47,15 @@ class GradientReducer:
         *,
         balancer: Balancer,
         routing: Routing,
-        passes: int = 1,
-        scale: float = 1.0,
-        predivide: float = 1.0,
-        bucket_bytes: int | None = None,
-        strategy: LocalSGD | None = None,
-        succeeds: bool = False,
-        batches: int | None = None,
-        kind: str = "optimizer",
-        at: int | None = None,
+        passes: int,
+        scale: float,
+        predivide: float,
+        bucket_bytes: int | None,
+        strategy: LocalSGD | None,
+        succeeds: bool,
+        batches: int | None,
+        kind: str,
+        at: int | None,
     ) -> None:
         self.balancer, self.routing, self._bucket_bytes = balancer, routing, bucket_bytes
         self._variables: Sequence[Any] = ()
@@ -225,7 +225,7 @@ class GradientReducer:
         self.left.clear()
         self._drop(lambda key: not self.routing.keeps or are_gone(key[1]))  # else the next optimizer sends what is kept
 
-    def on_count(self, terms: float) -> None:
+    def on_count(self) -> None:
         """Does nothing: the number of loss terms is read when the batch's gradients are there."""
 
     def on_epoch_end(self) -> None:

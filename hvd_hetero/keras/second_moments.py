@@ -10,10 +10,12 @@ import keras
 from hvd_hetero.optimizers.second_moments import Moments
 from hvd_hetero.policy.second_moments import Mixture
 
+from .factor import inner
+
 
 def keepers_of(optimizer: Any) -> list[Any]:
     """The optimizers that update parameters: those within one, or itself."""
-    return getattr(optimizer, "_inner_optimizers", None) or [getattr(optimizer, "inner_optimizer", optimizer)]
+    return getattr(optimizer, "_inner_optimizers", None) or [inner(optimizer)]
 
 
 def _is_adam(keeper: Any) -> bool:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from .jitter import Jitter
 from .local_round import ROUND_STEPS
 from .partition import Bound, InfeasibleError, equal_shares, split
+from .rank_words import ranks_text
 from .speed import SpeedModel
 from .strategy import Prediction, predict_local, predict_synchronous
 
 MOST_NAMED = 8  # the most ranks that a title lists by number
 GROWTH = 1.25  # ratio between consecutive numbers of ranks to leave out, for large numbers
+WORTH = 0.02  # the fraction of the throughput from which a gain counts as one
 
 
 class Way(enum.Enum):
@@ -45,7 +47,7 @@ class Forecast:
             return self.way.value
         if len(self.without) > MOST_NAMED:
             return f"without the {len(self.without)} slowest ranks"
-        return f"without rank{'s' if len(self.without) > 1 else ''} {', '.join(map(str, self.without))}"
+        return f"without {ranks_text(self.without)}"
 
     @property
     def step_s(self) -> float | None:
@@ -141,13 +143,8 @@ def forecasts(
     return found
 
 
-def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
-    """A sentence that says whether the slowest ranks are worth having.
-
-    Args:
-        found: what `forecasts` returned.
-        worth: relative; a smaller gain counts as none.
-    """
+def advice(found: Sequence[Forecast]) -> str:
+    """A sentence that says whether the slowest ranks are worth having, of what `forecasts` returned."""
     whole = next(each for each in found if each.way is Way.BEST)
     fewer = [each for each in found if each.way is Way.FEWER]
     if len(whole.shares) == 1:
@@ -156,9 +153,9 @@ def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
         return "The slowest rank cannot be done without: the others do not hold the batch."
     other = max(fewer, key=lambda each: each.samples_per_s)
     gain = whole.samples_per_s / other.samples_per_s
-    if gain >= 1.0 + worth:
+    if gain >= 1.0 + WORTH:
         return f"All ranks together make {gain:.2f} times what they would without the slower ones: keep all."
-    if gain > 1.0 - worth:
+    if gain > 1.0 - WORTH:
         return f"{other.title.capitalize()} the others would be as fast: they add nothing to synchronous steps."
     return (
         f"{other.title.capitalize()} the others would make {1 / gain:.2f} times as much: leave them out, or let them "

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 
 from .partition import Bound, InfeasibleError, split, step_time_s
 from .replan import Plan
@@ -158,7 +159,7 @@ def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bou
         least = bounds[rank].quantum
         if since is None or not bounds[rank].allows(least):
             continue
-        tried = sum(1 for old, new in zip(plans, plans[1:], strict=False) if new.shares[rank] and not old.shares[rank])
+        tried = sum(1 for old, new in pairwise(plans) if new.shares[rank] and not old.shares[rank])
         tried_s = models[rank].time_s(least, micro_batch[rank] if micro_batch else None)
         cost_steps = try_steps * (tried_s / usual_s - 1.0)
         wait_steps = max(LEAST_IDLE_STEPS * 2**tried, cost_steps / PRICE)

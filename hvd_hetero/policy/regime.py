@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .speed import LEAST_NOISE, SHORTEST_S, Observation, by_size, middle
 
@@ -103,7 +104,7 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
     if _steady(seen, minimum, tolerance):  # which is quicker told
         return 0
     steady = sorted(abs(p.pass_s - o.pass_s) / max(o.pass_s, SHORTEST_S)
-                    for o, p in zip(seen, seen[1:], strict=False) if o.size == p.size)
+                    for o, p in pairwise(seen) if o.size == p.size)
     noise = max(1.4826 * middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
     noise *= 1.0 + FEW / max(len(steady), 1)
     before, after = by_size(seen[:minimum]), by_size(seen[minimum:minimum + REACH])
@@ -128,7 +129,7 @@ def _steady(seen: Sequence[Observation], minimum: int, tolerance: float) -> bool
     """Whether no medians of `minimum` observations or more can differ by more than `tolerance`, whichever these are."""
     each = (minimum - 1) // 2  # so many observations at least lie on either side of a median
     within = {b: (times[each], times[-1 - each]) for b, times in by_size(seen).items() if len(times) >= minimum}
-    meeting = {(o.size, p.size) for o, p in zip(seen, seen[1:], strict=False)}
+    meeting = {(o.size, p.size) for o, p in pairwise(seen)}
     return all(
         _slowdown(b, first, c, second) <= 1.0 + tolerance
         for b, c in [*((b, b) for b in within), *meeting] if b in within and c in within

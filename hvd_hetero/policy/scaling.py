@@ -24,12 +24,12 @@ DEAD_BAND = 0.05  # relative; a smaller change of the batch is ignored
 
 def linear(scale: float) -> float:
     """The linear rule: the factor is `scale`, the S of this module's docstring."""
-    return _positive("scale", scale)
+    return _positive(scale)
 
 
 def sqrt(scale: float) -> float:
     """The square-root rule: the factor is the root of `scale`, the S of this module's docstring."""
-    return math.sqrt(_positive("scale", scale))
+    return math.sqrt(_positive(scale))
 
 
 def adascale(scale: float, noise: float | None) -> float:
@@ -40,7 +40,7 @@ def adascale(scale: float, noise: float | None) -> float:
         noise: q, variance over squared mean of the tuned batch's gradient; None while it is not known. The result is
             then the smaller of 1 and S, which is safe.
     """
-    _positive("scale", scale)
+    _positive(scale)
     if noise is None:
         return min(1.0, scale)
     if not noise >= 0:
@@ -187,7 +187,7 @@ class NoiseScale:
         return self.noise / self.signal if self.signal > 0 else math.inf
 
 
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0. Received: {value}.")
-    return value
+def _positive(scale: float) -> float:
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number above 0. Received: {scale}.")
+    return scale

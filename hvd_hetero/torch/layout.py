@@ -68,7 +68,7 @@ class BucketLayout:
         bucket_bytes: int,
         groups: Groups,
         tail: int,
-        lossy: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
+        lossy: Callable[[torch.nn.Parameter], bool],
         sparse: dict[torch.nn.Parameter, int] | None = None,
     ) -> None:
         self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups, lossy)

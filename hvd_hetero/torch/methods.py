@@ -134,7 +134,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
                 raise
 
     def __reduce__(self: Any) -> Any:
-        return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))
+        return (_unwrapped, (base, dict(self.__getstate__())))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         script.warn(

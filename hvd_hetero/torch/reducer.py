@@ -290,8 +290,8 @@ class GradientReducer:
         assert before is not None
         self.local.take_over(before)
 
-    def on_count(self, terms: float) -> None:
-        """Prepares a pass over `terms` loss terms; is called before it."""
+    def on_count(self) -> None:
+        """Prepares a pass; is called before it."""
         self._phases.begin_part()
         if self._balancer.progress.in_parts or not self._balancer.progress.last_pass:
             self._hooks.look_before()

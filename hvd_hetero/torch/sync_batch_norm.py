@@ -93,11 +93,7 @@ class SyncBatchNorm(_BatchNorm):
             if engine is None and balancer is not None and self._process_set is None:
                 engine = balancer.engine
             engine = engine or HorovodEngine(self._process_set)
-            self._rows = RowSum(
-                engine,
-                name=engine.unique("hvd_hetero.sync_batch_norm."),
-                terms=lambda: None if balancer is None else balancer.progress.terms,
-            )
+            self._rows = RowSum(engine, terms=lambda: None if balancer is None else balancer.progress.terms)
             engine.on_reset_begin(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
         from .normalised import normalised  # here, as it imports torch's compiler, which takes as long as torch itself

@@ -17,10 +17,10 @@ from hvd_hetero.optimizers.latency_lr import LatencyLR, Rule, agreed_latency_lr,
 from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
-from ..factor import RateFactor, ask_from_now_on, factor_of
+from ..factor import RateFactor, ask_from_now_on, factor_of, inner
 from ..reducer import reducer_of
 from .metrics import is_numeric
-from .schedule import inner, learning_rate, set_learning_rate
+from .schedule import learning_rate, set_learning_rate
 
 # An older Keras adds the sum of an `activity_regularizer` over samples to the loss, which no weighted mean makes exact.
 MEAN_OF_ACTIVITIES = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 14)

@@ -9,11 +9,7 @@ from typing import Any
 import keras
 
 from .. import backend
-
-
-def inner(optimizer: Any) -> Any:
-    """The optimizer within a LossScaleOptimizer; any other optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+from ..factor import inner
 
 
 def learning_rate(optimizer: Any) -> float:
