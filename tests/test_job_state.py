@@ -200,6 +200,7 @@ def test_a_balancer_that_comes_with_a_part_assigned_later_goes_back_as_well():
         exchange.kept = 9.0
         state.restore()
         assert exchange.kept == 2.0
+        assert len(state.balancer_states()) == 1, "of the one before it nothing is saved, as it trains nothing"
 
     World(1).run(program)
 

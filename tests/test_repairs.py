@@ -476,6 +476,15 @@ def test_a_rank_whose_output_nobody_reads_goes_on(to):
     assert passed_on(b"one\ntwo\n", to)
 
 
+@needs("any_output")
+def test_the_files_have_what_the_launcher_cannot_show():
+    from horovod.runner.gloo_run import MultiFile
+
+    file = io.StringIO()
+    assert passed_on("Grün\n".encode(), MultiFile([None, Closed(), file]))
+    assert file.getvalue() == "[1]<stdout>:Grün\n"
+
+
 @needs("launcher_cache")
 @pytest.mark.parametrize("folder", ["new", "half-written", "no folder"])
 def test_the_launchers_cache_is_whole_or_empty(tmp_path: Path, folder):

@@ -286,6 +286,7 @@ def test_texts_are_cut_with_their_samples():
     batch = torch.utils.data.default_collate(samples)
     assert cut(batch, slice(1, 3), 3)[1] == ("name 1", "name 2")
     assert none_of(torch.utils.data.default_collate(samples[:1]))[1] == ()
+    assert cut(("a", "b", "c"), slice(1), 3) == ("a",), "as collate_fn=tuple makes a batch of texts"
 
 
 def boxes_of(length):
@@ -297,8 +298,9 @@ def boxes_of(length):
     [boxes_of(length) for length in (4, 0, 7, 2)],
     [torch.tensor(number) for number in range(4)],
     [torch.zeros(3, height, 5) for height in (2, 4, 6, 7)],
-    [*range(4)], [object() for _ in range(4)], [np.float64(number) for number in range(4)],
-], ids=["mappings", "numbers", "images", "labels", "objects", "numpy"])  # fmt: skip
+    [torch.zeros(3, 4, 4) for _ in range(4)],
+    [*range(4)], [object() for _ in range(4)], [np.float64(number) for number in range(4)], [[0], [0, 1], [], [5]],
+], ids=["mappings", "numbers", "images", "as high", "labels", "objects", "numpy", "lists"])  # fmt: skip
 def test_tuples_of_samples_are_cut_as_lists_are(samples, part):
     """As zip(*samples) makes them, beside a stacked tensor: whole, each part would have the first samples' targets."""
     rows, found, numbers = cut((torch.arange(4), tuple(samples), np.arange(4)), part, 4)
@@ -307,15 +309,24 @@ def test_tuples_of_samples_are_cut_as_lists_are(samples, part):
     assert cut(tuple(zip(*enumerate(samples), strict=True)), part, 4) == ((0, 1, 2, 3)[part], tuple(samples[part]))
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_a_few_targets_are_cut_as_many_are(samples):
+    targets = tuple({"boxes": torch.zeros(5, 4), "name": "x"} for _ in range(samples))
+    rows, found, labels = cut((torch.zeros(samples, 7), targets, (8,) * samples), slice(1), samples)
+    assert len(rows) == len(found) == len(labels) == 1
+
+
 def test_tuples_of_fields_are_none_of_samples():
     x, y = torch.zeros(2, 3), torch.zeros(5, 2)  # of two samples, which are rows of one and columns of the other
-    for fields in ((x, x), (y, y), (x, torch.arange(2)), ((x, x), (y, y)), (boxes_of(2), boxes_of(2))):
+    for fields in ((x, x), (y, y), (x, torch.arange(2)), ((x, x), (y, y)), (boxes_of(2), boxes_of(2)), (1, "a")):
         batch = {"fields": fields, "x": x}
         assert len(cut(batch, slice(1), 2)["fields"]) == len(cut(fields, slice(1), 2)) == 2
     nodes, graph = torch.zeros(7, 3), object()
     for batch in ((nodes, nodes), (graph, graph)):
         assert cut(batch, slice(1), 2) == batch, "a whole batch, of which nothing has a row for each sample"
     assert none_of((graph, torch.ones(1)))[0] is graph
+    tokens = {"tokens": torch.zeros(1, 5), "scale": torch.tensor(2.0)}
+    assert none_of(((tokens,), torch.ones(1)))[0][0]["tokens"].shape == (0, 5)
 
 
 @pytest.mark.parametrize("kind", [UserDict, MappingProxyType, OrderedDict, lambda batch: Fields(**batch)])

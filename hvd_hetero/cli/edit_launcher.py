@@ -277,12 +277,32 @@ def launch_gloo_elastic(""",
         find="""        dst_stream.write(text)
         dst_stream.flush()
 """,
-        replace="""        encoding = getattr(dst_stream, 'encoding', None) or 'utf8'
-        try:
-            dst_stream.write(text.encode(encoding, 'backslashreplace').decode(encoding))
-            dst_stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass  # there is none, or nobody reads it any more
+        replace="""        write_to(dst_stream, text)
+""",
+    ),
+    Edit(
+        name="any_output",
+        reason="Part of any_output: writes text to a stream as far as it can be written",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="def prefix_connection(",
+        replace="""def write_to(stream, text):
+    encoding = getattr(stream, 'encoding', None) or 'utf8'
+    try:
+        stream.write(text.encode(encoding, 'backslashreplace').decode(encoding))
+        stream.flush()
+    except (AttributeError, OSError, ValueError):
+        pass  # there is none, or nobody reads it any more
+
+
+def prefix_connection(""",
+    ),
+    Edit(
+        name="any_output",
+        reason="Part of any_output: with --output-filename, what the launcher cannot show is in the files all the same",
+        file="horovod/runner/gloo_run.py",
+        find="""            f.write(text)
+""",
+        replace="""            safe_shell_exec.write_to(f, text)
 """,
     ),
     Edit(

@@ -34,6 +34,21 @@ def _copied(value: Any) -> Any:
         return value
 
 
+@dataclass(frozen=True)
+class SavedBalancer:
+    """A copy of what one rank alone keeps at a balancer.
+
+    Attributes:
+        balancer: the balancer itself.
+        state: see `JobState.balancer_states`.
+        residuals: those of codecs, by optimizer, which any set of ranks can take over.
+    """
+
+    balancer: Any
+    state: dict[str, Any]
+    residuals: dict[str, Any]
+
+
 @dataclass
 class Saved:
     """Copies of the state of one rank, to which it goes back after a failure.
@@ -41,14 +56,12 @@ class Saved:
     Attributes:
         parts: the states of the parts, by name.
         values: the plain values, by name.
-        balancers: for each balancer what this rank alone keeps there: see `JobState.balancer_states`.
-        residuals: for each balancer the residuals of codecs, by optimizer, which any set of ranks can take over.
+        balancers: what this rank alone keeps at each balancer.
     """
 
     parts: dict[str, Any]
     values: dict[str, Any]
-    balancers: list[dict[str, Any]]
-    residuals: list[dict[str, Any]]
+    balancers: list[SavedBalancer]
 
 
 class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
@@ -138,29 +151,37 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def _find_parts(self) -> None:
         """Adds as further parts the balancers of the parts, and each balancer's `stateful_parts`: what was made with
-        it, such as samplers, also if that is made later."""
+        it, such as samplers, also if that is made later. They replace those of a part that was there before."""
         parts = self._parts
-        for name, part in list(parts.items()):
-            balancer = self._balancer_of(part)
-            if balancer is None or balancer in self._balancers:
+        for name in list(parts):
+            if (balancer := self._balancer_of(parts[name])) is None:
                 continue
-            self._balancers.append(balancer)
             for found in (balancer, balancer.stateful_parts):
                 if not any(found is part for part in parts.values()):
                     parts[f"{name}.{type(found).__name__}"] = found
+        self._balancers = [part for part in parts.values() if part is self._balancer_of(part)]
 
     def _copies(self) -> Saved:
         """Copies of the present state."""
         return Saved(
             parts={name: self._copy(part.state_dict()) for name, part in self._parts.items()},
             values={name: _copied(value) for name, value in self._values().items()},
-            balancers=copy.deepcopy(self.balancer_states()),
-            residuals=[self._residuals(balancer) for balancer in self._balancers],
+            balancers=self._saved_balancers(),
         )
 
-    def _residuals(self, balancer: Any) -> dict[str, Any]:
-        """What the codecs of each optimizer have not sent, by the name of the optimizer."""
-        return {name: keeper.residuals() for name, keeper in balancer.keepers.named.items()}
+    def _saved_balancers(self, known: Sequence[SavedBalancer] = ()) -> list[SavedBalancer]:
+        """Copies of what this rank keeps at each balancer now; of those that are among `known`, what was copied then.
+        """
+        earlier = {id(kept.balancer): kept for kept in known}
+        states = zip(self._balancers, self.balancer_states(), strict=True)
+        return [
+            earlier.get(id(balancer)) or SavedBalancer(
+                balancer=balancer,
+                state=copy.deepcopy(state),
+                residuals={name: keeper.residuals() for name, keeper in balancer.keepers.named.items()},
+            )
+            for balancer, state in states
+        ]  # fmt: skip
 
     def _values(self) -> dict[str, Any]:
         """The plain values of the job by name, without those that belong to this rank alone (`_stays`)."""
@@ -187,9 +208,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for each, found in self._parts.items():
             if found is not before.get(each):
                 self._saved.parts[each] = self._copy(found.state_dict())
-        known = len(self._saved.balancers)
-        self._saved.balancers += copy.deepcopy(self.balancer_states()[known:])
-        self._saved.residuals += [self._residuals(balancer) for balancer in self._balancers[known:]]
+        self._saved.balancers = self._saved_balancers(self._saved.balancers)
 
     # What a job does with it ----------------------------------------------------------------------------------------
 
@@ -264,7 +283,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             self._restore_part(part, self._copy(self._saved.parts[name]))
         for name, value in self._saved.values.items():
             setattr(self, name, _copied(value))
-        self.load_balancer_states(copy.deepcopy(self._saved.balancers))
+        self.load_balancer_states([copy.deepcopy(kept.state) for kept in self._saved.balancers])
 
     def sync(self) -> None:
         """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
@@ -289,7 +308,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         # numbers to the objects that they make.
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
             balancer.stateful_parts.made = max(counts)
-        accumulated = [own["sums"] for own in (self._saved.balancers if self._rebuilt else self.balancer_states())]
+        saved = self._saved.balancers
+        accumulated = [own["sums"] for own in ([k.state for k in saved] if self._rebuilt else self.balancer_states())]
         begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in accumulated]
         values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
@@ -299,9 +319,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for balancer, kept, batches in zip(self._balancers, accumulated, begun, strict=False):
             for name, sums in balancer.sums.expect(batches).items():
                 sums.restore(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
-        for balancer, kept in zip(self._balancers, self._saved.residuals if self._rebuilt else (), strict=False):
-            for name, keeper in balancer.keepers.expect(kept).items():
-                keeper.add_residuals(kept.get(name, {}))
+        for one in saved if self._rebuilt else ():
+            for name, keeper in one.balancer.keepers.expect(one.residuals).items():
+                keeper.add_residuals(one.residuals.get(name, {}))
         self._rebuilt = self._broken_off = False
         self.read_late = None
         self._synced, self.commits = True, held[root][2]

@@ -291,6 +291,8 @@ class Watch:
             flush_output()
 
         speaking = threading.Thread(target=speak, daemon=True)
-        speaking.start()
-        speaking.join(LAST_WORDS_S)
-        self._leave(EXIT_STATUS_LEFT)
+        try:
+            speaking.start()  # which may fail, as when the interpreter shuts down
+            speaking.join(LAST_WORDS_S)
+        finally:
+            self._leave(EXIT_STATUS_LEFT)

@@ -91,8 +91,8 @@ class Balancer(framework_free.Balancer):
         parts. Gradients travel during the last one.
 
         Args:
-            batch: the one that was begun. Tensors with as many rows as it has samples are cut, and lists with as many
-                elements; what else it holds is in each part.
+            batch: the one that was begun. Tensors and numpy arrays with as many rows as it has samples are cut, and
+                lists and tuples with as many elements; what else it holds is in each part.
 
         Raises:
             TypeError: nothing in it is of so many samples.

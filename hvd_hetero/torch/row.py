@@ -17,6 +17,7 @@ from hvd_hetero.engine import script
 
 Batch = TypeVar("Batch")
 ARRAYS = (torch.Tensor, np.ndarray)
+FEW = 3  # a tuple of no more elements is rather one of fields than of samples
 
 
 def has_rows(leaf: Any, samples: int) -> bool:
@@ -33,20 +34,29 @@ def is_listed(node: Any, samples: int) -> bool:
     tensor of several alike may have as many rows by chance, as a sequence of unlike ones."""
     if type(node) not in (list, tuple) or len(node) != samples:
         return False
-    if type(node) is tuple and not _is_zipped(node, samples):
+    if _are_texts(node):
+        return True
+    if type(node) is tuple and samples <= FEW and _may_be_fields(node, samples):
         return False
     with_rows = [has_rows(leaf, samples) for leaf in _leaves(node) if isinstance(leaf, ARRAYS)]
-    return not any(with_rows) or (not all(with_rows) and len({_form(each) for each in node}) == 1)
+    return not any(with_rows) or (not all(with_rows) and _are_alike(node))
 
 
-def _is_zipped(node: tuple[Any, ...], samples: int) -> bool:
-    """Whether a tuple may be one of samples. More often tuples are of fields, which are unlike each other or nested, or
-    have their samples along another axis."""
-    tensors = [each for each in node if isinstance(each, torch.Tensor)]
-    if any(each.is_nested for each in tensors) or any(isinstance(each, (list, tuple)) for each in node):
-        return False
-    alike = len({_form(each) if tensors else type(each) for each in node}) <= 1
-    return alike and not (tensors and all(samples in each.shape for each in tensors))
+def _are_texts(node: Any) -> bool:
+    """Whether `node` has texts alone, as PyTorch's `default_collate` makes tuples of them."""
+    return bool(node) and all(isinstance(each, (str, bytes)) for each in node)
+
+
+def _are_alike(node: Any) -> bool:
+    return len({_form(each) for each in node}) == 1
+
+
+def _may_be_fields(node: tuple[Any, ...], samples: int) -> bool:
+    """Whether a tuple of a few elements may be one of fields: these are unlike each other, or nested, or have the
+    samples along some axis, as the two states of an LSTM."""
+    arrays = [leaf for leaf in _leaves(node) if isinstance(leaf, ARRAYS)]
+    along = any(getattr(each, "is_nested", False) or samples in each.shape for each in arrays)
+    return along or not _are_alike(node) or any(isinstance(each, (list, tuple)) for each in node)
 
 
 def _form(node: Any) -> tuple[Any, ...]:
@@ -76,8 +86,10 @@ def _leaves(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator
 
 
 def _is_leaf(node: Any, samples: int, batch: Any) -> bool:
-    """Whether a part of `batch` is cut as it is. A batch that is a tuple is one of fields."""
-    return isinstance(node, PackedSequence) or (is_listed(node, samples) and (node is not batch or type(node) is list))
+    """Whether a part of `batch` is cut as it is. A batch that is a tuple is one of fields, if not of texts."""
+    if isinstance(node, PackedSequence):
+        return True
+    return is_listed(node, samples) and (node is not batch or type(node) is list or _are_texts(node))
 
 
 def _held(node: Any) -> dict[Any, Any] | None:
