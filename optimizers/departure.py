@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvd_hetero.policy.rank_words import ranks_text
+
 
 class PeerError(RuntimeError):
     """Another rank cannot go on."""
@@ -116,9 +118,9 @@ class Departure:
         error, self.error, self.failed = self.error, None, False
         if error is not None:
             raise error
-        names = ", ".join(map(str, ranks))
+        names = ranks_text(ranks)
         raise PeerError(
-            f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader raised, "
-            f"or its script called balancer.fail()). The cause is in the output of rank {names}; this rank stops with "
+            f"Expected every rank to deliver batch {step}. Received: {names} could not (its data loader raised, "
+            f"or its script called balancer.fail()). The cause is in the output of {names}; this rank stops with "
             "it."
         )

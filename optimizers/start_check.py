@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_hetero.engine.port import Engine, Handle
+from hvd_hetero.policy.rank_words import ranks_text
 
 from .parameter_store import ParameterStore
 
@@ -52,7 +53,7 @@ class StartCheck:
         if others := [rank for rank, value in enumerate(found) if value != found[0]]:
             raise RuntimeError(
                 "Expected the same parameters on every rank before local steps begin. Received: others than rank 0's "
-                f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
+                f"on {ranks_text(others)}. Broadcast the parameters from rank 0 after making the "
                 "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has made local "
                 "steps with them, call its merge() before making this one, or what ranks did is lost. What moves them "
                 "within a step and back, as SAM does, has to go back to a copy. A Keras model that is built by its "

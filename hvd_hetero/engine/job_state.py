@@ -121,7 +121,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         return False
 
     def _copy(self, state: Any) -> Any:
-        """Returns a copy of the `state_dict()` of a part."""
+        """Returns a copy of the `state_dict()` of a part, or of what a rank keeps at a balancer."""
         return copy.deepcopy(state)
 
     def _sync_part(self, part: Any, root: int) -> None:
@@ -177,7 +177,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         return [
             earlier.get(id(balancer)) or SavedBalancer(
                 balancer=balancer,
-                state=copy.deepcopy(state),
+                state=self._copy(state),
                 residuals={name: keeper.residuals() for name, keeper in balancer.keepers.named.items()},
             )
             for balancer, state in states
@@ -283,7 +283,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             self._restore_part(part, self._copy(self._saved.parts[name]))
         for name, value in self._saved.values.items():
             setattr(self, name, _copied(value))
-        self.load_balancer_states([copy.deepcopy(kept.state) for kept in self._saved.balancers])
+        self.load_balancer_states([self._copy(kept.state) for kept in self._saved.balancers])
 
     def sync(self) -> None:
         """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
@@ -309,7 +309,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
             balancer.stateful_parts.made = max(counts)
         saved = self._saved.balancers
-        accumulated = [own["sums"] for own in ([k.state for k in saved] if self._rebuilt else self.balancer_states())]
+        accumulated = (
+            [kept.state["sums"] for kept in saved] if self._rebuilt
+            else [balancer.sums.state_dict() for balancer in self._balancers]
+        )  # fmt: skip
         begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in accumulated]
         values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
