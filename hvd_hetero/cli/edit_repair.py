@@ -222,6 +222,22 @@ EDITS: Final = (
 """,
     ),
     Edit(
+        name="sum_at_once",
+        reason="TensorFlow takes Horovod's all-reduce, which hands its tensor over and returns, for a long "
+        "computation. Those lie on a stack until a thread is free: with one thread often until the backward pass has "
+        "ended. It is now run as soon as its tensor is there",
+        needs=("tensorflow",),
+        file="horovod/tensorflow/mpi_ops.cc",
+        find="""class HorovodAllreduceOp : public AsyncOpKernel {
+public:
+""",
+        replace="""class HorovodAllreduceOp : public AsyncOpKernel {
+public:
+  bool IsExpensive() override { return false; }
+
+""",
+    ),
+    Edit(
         name="quick_launch",
         reason="every start of horovodrun imports each framework, which takes seconds each, to find out what Horovod "
         "was built with. It now reads that from the record that the build puts into the wheel",

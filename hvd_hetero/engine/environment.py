@@ -75,6 +75,12 @@ def prepare_init() -> None:
     os.environ.setdefault(CYCLE_TIME_MS, EVENT_DRIVEN_CYCLE_MS if event_driven else "5")
 
 
+def tensorflow_threads() -> int:
+    """How many operations TensorFlow may run side by side where a script chooses nothing; 0: as many as there are CPUs.
+    """
+    return int(_leading_number(os.environ.get("TF_NUM_INTEROP_THREADS"), 0))
+
+
 def _sums_on_gpus() -> bool:
     """Whether the installed Horovod is built with NCCL: the host waits for no gradient there, and copies none."""
     return bool(((installed_build() or {}).get("gpu") or {}).get("nccl"))

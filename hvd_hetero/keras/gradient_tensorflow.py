@@ -22,6 +22,7 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.stopwatch import WallClock
 
 from .layout import BucketLayout, Spec, Step
+from .order_tensorflow import one_after_another
 from .traces_tensorflow import TRACES
 
 ALIGNMENT = 64
@@ -144,6 +145,7 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
             tf.numpy_function(functools.partial(take, index), [flat, turned, *passing], tf.bool, stateful=False)
             for index, flat in enumerate(flats)
         ]
+        one_after_another([*flats, final], taken)
     types = [layout.specs[members[0]].wire for members in layout.members]
     results = tf.nest.flatten(tf.numpy_function(finish, [final, *passing, *taken], types))
     touched(variables, after=results)

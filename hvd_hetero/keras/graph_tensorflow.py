@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from .gradient_tensorflow import flats_of, pieces_of, touched, turn
 from .layout import BucketLayout
+from .order_tensorflow import one_after_another
 
 
 class GraphStep(Protocol):
@@ -61,7 +62,9 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
         # rests on this one, and it on a variable: gradients may be constants.
         told = _called(begin, [_first(flats[0]), turn().read_value()], tf.float64, [2], stateful=False)
         weight, measured = tf.unstack(told)
-        flats = [_weighted(flat, weight) for flat in flats]
+        leaving = [_weighted(flat, weight) for flat in flats]
+        one_after_another(flats, leaving[:-1])
+        flats = leaving
         control = _called(send, [_first(flat) for flat in flats], flats[tail_in].dtype, [len(tail)], stateful=False)
     own = _squared_norms(flats, measured)
     sums = [step.sum(i, tf.concat([flat, control], 0) if i == tail_in else flat) for i, flat in enumerate(flats)]

@@ -23,6 +23,7 @@ LEAST_BYTES = 2**20  # no cap is smaller
 # Gradients of fewer bytes in all are not split for overlap: a second bucket costs every rank an operation, 0.1 to 0.2
 # ms of CPU, and less communication than that could be hidden.
 OVERLAP_BYTES = 2**20
+LAST_PART = 0.25  # while a model's first layers are computed there is time for what the others have sent
 
 
 def cap_bytes(line: Link, *, most: int) -> int:
@@ -115,9 +116,9 @@ def by_dtype(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_byte
 def as_ready(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_bytes: int) -> Buckets:
     """Buckets as of `by_dtype` for gradients that become ready in this order during a backward pass.
 
-    The last bucket holds at most half of all bytes, as no computation is left to hide its exchange. With
+    The last bucket holds at most `LAST_PART` of all bytes, as no computation is left to hide its exchange. With
     `OVERLAP_BYTES` or less in all, it has no smaller cap than the others.
     """
     whole = sum(sizes_bytes)
-    last = min(cap_bytes, whole // 2) if whole > OVERLAP_BYTES else cap_bytes
+    last = min(cap_bytes, int(whole * LAST_PART)) if whole > OVERLAP_BYTES else cap_bytes
     return by_dtype(sizes_bytes, dtypes, cap_bytes=cap_bytes, last_cap_bytes=last)
