@@ -53,14 +53,14 @@ def test_small_last_buckets():
     assert assign([], cap_bytes=1) == ()
 
 
-@pytest.mark.parametrize("whole", [OVERLAP_BYTES, 2 * OVERLAP_BYTES, 20 * OVERLAP_BYTES])
+@pytest.mark.parametrize("whole", [OVERLAP_BYTES, 2 * OVERLAP_BYTES, 40 * OVERLAP_BYTES])
 def test_most_of_what_is_worth_it_leaves_while_the_rest_is_computed(whole):
     sizes = [whole // 16] * 16
     buckets = as_ready(sizes, ["float32"] * 16, cap_bytes=8 * OVERLAP_BYTES)
     assert [i for bucket in buckets for i in bucket] == list(range(16))
     assert (len(buckets) == 1) == (whole <= OVERLAP_BYTES)
     last = sum(sizes[i] for i in buckets[-1])
-    assert len(buckets) == 1 or last == whole // 4
+    assert len(buckets) == 1 or last == min(whole // 4, 7.5 * OVERLAP_BYTES)
 
 
 def test_one_dtype_per_bucket_and_every_tensor_once_ordered_by_when_complete():

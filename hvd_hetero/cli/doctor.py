@@ -63,7 +63,7 @@ WITHOUT = {
     "where the hosts file calls it 127.0.1.1, as Debian's does",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
-    "sum_at_once": "with TensorFlow and one thread for operations, sums begin when all gradients are there",
+    "sum_at_once": "with TensorFlow and one thread for operations, sums often begin only when all gradients are there",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",
     "released_when_done": "Horovod's thread waits for Python's lock to free tensors of torch, and on a Python with "
     "python/cpython#112275 (before 3.12, except late releases) a DataLoader's workers may never begin",

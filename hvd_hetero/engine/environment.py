@@ -78,7 +78,7 @@ def prepare_init() -> None:
 def tensorflow_threads() -> int:
     """How many operations TensorFlow may run side by side where a script chooses nothing; 0: as many as there are CPUs.
     """
-    return int(_leading_number(os.environ.get("TF_NUM_INTEROP_THREADS"), 0))
+    return _leading_number(os.environ.get("TF_NUM_INTEROP_THREADS"), 0)
 
 
 def _sums_on_gpus() -> bool:

@@ -57,14 +57,13 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
         return np.float64(step.end(total.tolist(), own.tolist(), merged.tolist()))
 
     with tf.control_dependencies([*touched(variables), *touched([turn()])]):
-        flats = flats_of(layout, gradients)
+        found = flats_of(layout, gradients)
         # Not stateful, as in `gradient_tensorflow`. A call follows what it is given a first element of. All that comes
         # rests on this one, and it on a variable: gradients may be constants.
-        told = _called(begin, [_first(flats[0]), turn().read_value()], tf.float64, [2], stateful=False)
+        told = _called(begin, [_first(found[0]), turn().read_value()], tf.float64, [2], stateful=False)
         weight, measured = tf.unstack(told)
-        leaving = [_weighted(flat, weight) for flat in flats]
-        one_after_another(flats, leaving[:-1])
-        flats = leaving
+        flats = [_weighted(flat, weight) for flat in found]
+        one_after_another(found, flats[:-1])
         control = _called(send, [_first(flat) for flat in flats], flats[tail_in].dtype, [len(tail)], stateful=False)
     own = _squared_norms(flats, measured)
     sums = [step.sum(i, tf.concat([flat, control], 0) if i == tail_in else flat) for i, flat in enumerate(flats)]

@@ -116,8 +116,8 @@ def by_dtype(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_byte
 def as_ready(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_bytes: int) -> Buckets:
     """Buckets as of `by_dtype` for gradients that become ready in this order during a backward pass.
 
-    The last bucket holds at most `LAST_PART` of all bytes, as no computation is left to hide its exchange. With
-    `OVERLAP_BYTES` or less in all, it has no smaller cap than the others.
+    The last bucket holds at most `LAST_PART` of all bytes, or one tensor, as no computation is left to hide its
+    exchange. With `OVERLAP_BYTES` or less in all, it has no smaller cap than the others.
     """
     whole = sum(sizes_bytes)
     last = min(cap_bytes, int(whole * LAST_PART)) if whole > OVERLAP_BYTES else cap_bytes

@@ -15,6 +15,8 @@ from contract import check_engine
 
 from hvd_hetero.engine.environment import repairs
 from hvd_hetero.engine.horovod_tensorflow import TensorflowEngine
+from hvd_hetero.keras.gradient_tensorflow import touched
+from hvd_hetero.keras.order_tensorflow import one_after_another, threads
 
 STEPS = 150  # after some 90 TensorFlow knows which operations are short, and takes others first
 
@@ -55,13 +57,10 @@ def sums_leave_at_once(engine):
             engine.allreduce_async(np.ones(1), name=late).wait()
 
 
-def gradients_come_in_order(way):
-    """Of the two halves of a model the last layers' gradients leave before the first layer's is computed, and are what
-    they are; a variable that the backward pass changes is read and changed in the order of the program."""
-    from hvd_hetero.keras.gradient_tensorflow import touched
-    from hvd_hetero.keras.order_tensorflow import one_after_another, threads
-
-    assert threads() == 1
+def gradients_come_in_order(counts):
+    """Of the two halves of a model the last layers' gradients leave before the first layer's is computed, and are those
+    of a graph without an order; a variable that the backward pass of layer `counts` changes is read and changed in the
+    order of the program."""
     weights = [tf.Variable(tf.eye(64)[::-1] * (1.0 + i / 10)) for i in range(6)]
     passes, seen = tf.Variable(0.0), []
 
@@ -73,7 +72,7 @@ def gradients_come_in_order(way):
     def counted(x):
         def backward(upstream, variables):
             passes.assign_add(1.0 + 0.0 * tf.reduce_sum(upstream))
-            return upstream * weights[way].read_value()[0, -1], [tf.zeros([]) for _ in variables]
+            return upstream * weights[counts].read_value()[0, -1], [tf.zeros([]) for _ in variables]
 
         return x + 0.0 * passes, backward
 
@@ -82,7 +81,7 @@ def gradients_come_in_order(way):
         with tf.GradientTape() as tape:
             y = first(x @ weights[0])
             for i, weight in enumerate(weights[1:]):
-                y = tf.tanh((counted(y) if i == way else y) @ weight)
+                y = tf.tanh((counted(y) if i == counts else y) @ weight)
             loss = tf.reduce_sum(y)
         gradients = tape.gradient(loss, weights)
         with tf.control_dependencies(touched([*weights, passes])):
@@ -104,8 +103,30 @@ def gradients_come_in_order(way):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+def a_bias_and_its_kernel_may_leave_apart():
+    """Also of a convolution, whose two gradients are computed as one, whichever of both leaves first."""
+    kernel, bias, x = tf.Variable(tf.ones([3, 3, 2, 2])), tf.Variable(tf.ones(2)), tf.ones([4, 8, 8, 2])
+
+    @tf.function
+    def gradient(first, ordered):
+        with tf.GradientTape() as tape:
+            y = tf.nn.bias_add(tf.nn.conv2d(tf.nn.conv2d(x, kernel, 1, "SAME"), kernel + 1.0, 1, "SAME"), bias)
+            loss = tf.reduce_sum(tf.square(y))
+        flats = [tf.reshape(one, [-1]) for one in tape.gradient(loss, [kernel, bias])[::first]]
+        leaving = noted(flats[0], lambda: None)
+        if ordered:
+            one_after_another(flats, [leaving])
+        return leaving, flats[1]
+
+    for first in (1, -1):
+        for one, other in zip(gradient(first, True), gradient(first, False), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def main() -> None:
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    for chosen, expected in ((2, 2), (0, 1)):  # 0: what TF_NUM_INTEROP_THREADS says
+        tf.config.threading.set_inter_op_parallelism_threads(chosen)
+        assert threads() == expected
     binding.init()
     engine = TensorflowEngine()
     engine.watch()
@@ -129,8 +150,9 @@ def main() -> None:
             check_engine(pair)
     if "sum_at_once" in repairs():
         sums_leave_at_once(engine)
-    for way in (1, 4):
-        gradients_come_in_order(way)
+    for counts in (1, 4):
+        gradients_come_in_order(counts)
+    a_bias_and_its_kernel_may_leave_apart()
     engine.allreduce_async(np.ones(1), name="end").wait()  # nobody leaves before all are through
     assert "torch" not in sys.modules
     print("OK contract", flush=True)

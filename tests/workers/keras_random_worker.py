@@ -227,7 +227,7 @@ def trained(script: Script, balancer: hvd.Balancer | None) -> list[np.ndarray]:
     model, arrays, losses = model_of(script, balancer), data_of(script, script.length), []
     options: dict[str, Any] = {"epochs": script.epochs, "verbose": 0}
     if script.classes:
-        options["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.3}
+        options["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.25}  # Keras makes them float32
     if balancer is not None:
         options["callbacks"] = [hvd.callbacks.MetricAverageCallback()]
         if script.apart:
