@@ -2,8 +2,8 @@
 
 With one thread for operations, TensorFlow goes on with what became ready last. A weight's gradient is ready together
 with what the backward pass goes on with, and waits until that has come to the model's first layer: no bucket would be
-complete before all are, and nothing of their exchange hidden. With more threads the others take what waits, and would
-have to wait for one another.
+complete before all are, and nothing of their exchange hidden. With more threads the others take what waits; put in
+order, they would wait for one another.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _needed(wanted: Iterable[Any], *, besides: Iterable[Any]) -> set[Any]:
 
 
 def _kernels_of(biases: Iterable[Any]) -> list[Any]:
-    """What makes the gradients of convolutions' kernels of what the gradients of these biases are made of: oneDNN makes
-    one operation of both, so that none of them may wait for the other."""
+    """The gradients of convolutions' kernels that are made of the same as those of `biases`. oneDNN joins both into one
+    operation, so that the kernel's must not wait for the bias's to leave. The other way round is fine."""
     return [op for bias in biases for op in bias.inputs[0].consumers() if "BackpropFilter" in op.type]
 
 
