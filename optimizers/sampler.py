@@ -74,8 +74,10 @@ class ShareSampler:
         drop_last: whether a short last batch of an epoch is dropped.
         block: so many neighbouring samples stay together in the order.
         checksum: of those parts of the data that have to be the same on all ranks.
+        ordered_by: what puts the samples in the order of each epoch, if it is not this sampler, with its seed.
 
     Attributes:
+        content: a checksum of the order of the epoch whose batches are in use, if it is another's.
         position: the number of global batches of this epoch that were used.
         loaded: how many times `load_state_dict` was called.
 
@@ -94,12 +96,13 @@ class ShareSampler:
         drop_last: bool,
         block: int = 1,
         checksum: int = 0,
+        ordered_by: str = "",
     ) -> None:
         check_balancer(balancer)
-        self.balancer = balancer
+        self.balancer, self.content = balancer, 0
         self._alike = {
             "dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block,
-            SAME_DATA: checksum,
+            SAME_DATA: checksum, "sampler": ordered_by or "none",
         }
         self._agree()
         check_whole("length", length, least=0)  # the same on all ranks by now
@@ -209,9 +212,10 @@ class ShareSampler:
     def origin(self) -> int:
         """A hash, below `ORIGINS`, of the epoch and the position in it of the batch in use. Ranks compare it in each
         exchange, to notice that their loaders are at different batches. Different positions may have the same hash, but
-        not for many steps. Without shuffling, the epoch is left out, as all epochs have one order."""
-        epoch = self.dealer.epoch if self.dealer.shuffle else 0
-        return zlib.crc32(f"{epoch} {self.position}".encode()) % ORIGINS
+        not for many steps. Without shuffling, the epoch is left out: all epochs have one order, or that of `content`.
+        """
+        order = self.dealer.epoch if self.dealer.shuffle else self.content
+        return zlib.crc32(f"{order} {self.position}".encode()) % ORIGINS
 
     def end_epoch(self) -> None:
         """Goes to the next epoch if all batches of this one were used, so that a script without set_epoch() gets

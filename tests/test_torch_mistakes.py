@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import (
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    SubsetRandomSampler,
     TensorDataset,
     default_collate,
 )
@@ -131,7 +129,7 @@ WRONG = [
     (optimizer_of, {"optimizer": nn.Linear(2, 1)}, "optimizer: expected"),
     (optimizer_of, {"process_set": object()}, "process_set: expected none"),
     (loader_of, {"batch_size": 4}, "batch_size: expected none"),
-    (loader_of, {"sampler": [0]}, "sampler: expected none"),
+    (loader_of, {"sampler": 0}, "sampler: expected an iterable"),
     (loader_of, {"in_order": False}, "in_order: expected True"),
     (loader_of, {"sharded": True}, "sharded: expected an IterableDataset"),
     (loader_of, {"steps_per_epoch": 2}, "steps_per_epoch: expected none"),
@@ -234,14 +232,6 @@ def test_a_step_left_out_is_none_with_a_local_strategy():
 
     first, second = World(2).run(rank)
     assert torch.equal(first, second)
-
-
-def test_a_sampler_is_refused_with_what_to_do_instead():
-    balancer, data = hvd.Balancer(4, engine=SoloEngine()), TensorDataset(torch.ones(8, 2))
-    with pytest.raises(TypeError, match="list\\(sampler\\)"):
-        hvd.BalancedDataLoader(data, balancer=balancer, sampler=SubsetRandomSampler(range(8)))
-    with pytest.raises(TypeError, match="Leave it out"):
-        hvd.BalancedDataLoader(data, balancer=balancer, sampler=DistributedSampler(data, num_replicas=2, rank=0))
 
 
 def test_rows_along_another_dimension_are_none_that_are_left_out():

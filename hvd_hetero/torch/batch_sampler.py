@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -10,13 +11,15 @@ from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
 
+from .epoch_order import EpochOrder, check_sampler
+
 ONE_AT_A_TIME = (
     "Expected one iteration at a time over data that is dealt to ranks. Received: another one, begun within it, so "
     "that samples would be used twice or never. Take an hvd.EvaluationDataLoader, or a BalancedDataLoader of its own."
 )
 
 
-class Dealing(Iterator[list[int]]):
+class Dealing(Iterator[list[Any]]):
     """One iteration over a `BalancedBatchSampler`, which deals `batches`.
 
     A loader that saves its own position, as torchdata's `StatefulDataLoader` does, takes the state of the sampler and
@@ -24,10 +27,10 @@ class Dealing(Iterator[list[int]]):
     state has the batches used, this object's the batches dealt.
     """
 
-    def __init__(self, sampler: BalancedBatchSampler, batches: Iterator[list[int]]) -> None:
+    def __init__(self, sampler: BalancedBatchSampler, batches: Iterator[list[Any]]) -> None:
         self._sampler, self._batches = sampler, batches
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> list[Any]:
         return next(self._batches)
 
     def state_dict(self) -> dict[str, int]:
@@ -40,15 +43,18 @@ class Dealing(Iterator[list[int]]):
         self._sampler.load_state_dict(state)
 
 
-class BalancedBatchSampler(Sampler[list[int]]):
+class BalancedBatchSampler(Sampler[list[Any]]):
     """This rank's indices of each global batch, for `DataLoader(batch_sampler=...)`.
 
     Every sample of an epoch comes up exactly once over all ranks, whatever the plan does. Unlike with
     `DistributedSampler`, nothing is repeated to make ranks even: the last batch may be short (`drop_last`).
 
     Args:
-        length: samples in the dataset, the same on all ranks.
-        shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
+        length: samples of an epoch, the same on all ranks: those of the dataset, or `len(sampler)`.
+        sampler: draws the indices of each epoch in their order; None: each of the dataset's once. See
+            `BalancedDataLoader`.
+        shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`. Without a sampler,
+            samples are shuffled unless `shuffle` is False.
         lookahead: batches that may be dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`.
             A new plan takes effect at the first batch that no rank has dealt yet.
         checksum: of the data, for ranks to compare; 0 if they need not.
@@ -62,17 +68,29 @@ class BalancedBatchSampler(Sampler[list[int]]):
         length: int,
         *,
         balancer: Balancer,
-        shuffle: bool = True,
+        sampler: Iterable[Any] | None = None,
+        shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
         lookahead: int = 0,
         checksum: int = 0,
     ) -> None:
+        self._order: EpochOrder | None = None
         with arguments_heard(balancer):
             check_whole("lookahead", lookahead, least=0)
+            if sampler is not None:
+                if (expected := check_sampler(sampler, shuffle)) != length:
+                    raise ValueError(f"length: expected {expected}, that of the sampler. Received: {length}.")
+                self._order = EpochOrder(sampler, length=length, seed=seed)
         self.balancer = balancer
         self.sampler = ShareSampler(
-            length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last, checksum=checksum
+            length,
+            balancer=balancer,
+            shuffle=sampler is None and shuffle is not False,
+            seed=seed,
+            drop_last=drop_last,
+            checksum=checksum,
+            ordered_by=str(self._order or ""),
         )
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.stateful_parts.add(self)
@@ -115,24 +133,32 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
         return go_back
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         return Dealing(self, self._deal())
 
-    def _deal(self) -> Iterator[list[int]]:
+    def _deal(self) -> Iterator[list[Any]]:
         self._iterations = mine = self._iterations + 1
-        nothing_left = self.batches_left == 0
-        self.end_epoch()
-        if nothing_left:
+        if self.batches_left == 0:
+            self.end_epoch()
             return
+        self.draw()
         self.sampler.position, self._first = self._first, 0
         self.sampler.rewind()
         loaded = self.loaded
         for _ in range(len(self.sampler.dealer) - self.sampler.position):
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
-            yield self.sampler.deal().indices.tolist()
+            places = self.sampler.deal().indices
+            yield places.tolist() if self._order is None else self._order.at(places)
             if self.loaded != loaded:
                 raise RuntimeError(LOADED)
+
+    def draw(self) -> None:
+        """Lets a user's sampler draw the order of this epoch, if it has not, or of the next one if this is used up."""
+        self.end_epoch()
+        if self._order is not None:
+            self._order.begin(self.sampler.epoch)
+            self.sampler.content = self._order.checksum
 
     @property
     def loaded(self) -> int:

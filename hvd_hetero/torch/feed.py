@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from hvd_hetero.engine.loading import Loaders, loaders
 
 from .batch_sampler import BalancedBatchSampler
+from .draws import seed_of
 from .row import none_of
 
 _IN_USE: dict[int, Any] = {}  # iterators, held here so that the garbage collector does not find them
@@ -132,11 +132,6 @@ def _end(source: Any, process: int | None = None) -> None:
         source._shutdown_workers()
 
 
-def seed_of(*place: int) -> int:
-    """A seed of 56 bits, a different one for each place."""
-    return int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "big")
-
-
 class WorkerSeed:
     """Seeds the workers of a `DataLoader` from a generator of its own.
 
@@ -177,6 +172,7 @@ class NumberedFeed:
             return
         # The same seed in a job that was resumed at this batch, and a different one on each rank.
         self._worker_seed.begin(seed_of(self._seed, sampler.sampler.epoch, batches, sampler.balancer.rank))
+        sampler.draw()  # which may fail, and then has no workers to end
         with iterating(self.loader) as source:
             for index in range(batches):
                 try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
@@ -18,6 +18,7 @@ from hvd_hetero.optimizers.stream import StreamSampler
 from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
 from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
+from .epoch_order import check_sampler
 from .feed import Feed, NumberedFeed
 from .row import fewer_rows
 from .shards import ShardFeed
@@ -39,17 +40,11 @@ def check_map_style(dataset: Any) -> None:
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raises TypeError for arguments of a `DataLoader` that the balancer does not leave to a user."""
-    for name in ("batch_size", "sampler", "batch_sampler"):
+    for name, instead in (
+        ("batch_size", "Give the global batch to hvd.Balancer."),
+        ("batch_sampler", "Give what orders the samples as sampler=."),
+    ):
         if name in arguments:
-            if name == "batch_size":
-                instead = "Give the global batch to hvd.Balancer."
-            elif isinstance(arguments[name], DistributedSampler):
-                instead = "Leave it out: each rank gets its part of each batch, and set_epoch() is the loader's."
-            else:
-                instead = (
-                    "Draw the same on all ranks, with a generator of one seed, and make a loader of "
-                    "Subset(dataset, list(sampler)) with shuffle=False for each epoch."
-                )
             raise TypeError(
                 f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
                 f"{instead}"
@@ -102,9 +97,9 @@ def _progress_bar() -> Any:
 class BalancedDataLoader:
     """Batches of a dataset, each as large as this rank's share at that moment.
 
-    Takes what `torch.utils.data.DataLoader` takes, except `batch_size`, `sampler` and `batch_sampler`, which are the
-    balancer's. Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on
-    one rank, the others raise `PeerError` in the same step. Constructing one is a collective call.
+    Takes what `torch.utils.data.DataLoader` takes, except `batch_size` and `batch_sampler`, which are the balancer's.
+    Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on one rank, the
+    others raise `PeerError` in the same step. Constructing one is a collective call.
 
     With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a new plan takes effect that
     much later. A loop under `torch.no_grad()` that trains on nothing, as in `update_bn`, uses up no epoch.
@@ -120,8 +115,11 @@ class BalancedDataLoader:
         resumes: with `sharded`, how a rank that goes on from a checkpoint finds its place in its stream. True: it reads
             what it has used of the present pass, and drops it. "state": by the stream's own `state_dict()`. False: it
             starts the stream again.
-        shuffle: whether each epoch has an order of its own (default: True for a map-style dataset; an `IterableDataset`
-            shuffles by itself).
+        sampler: draws the indices of each epoch, of all ranks' samples in their order, as PyTorch's
+            `WeightedRandomSampler` does. What it draws at random follows from `seed`, the seed of its `generator`, if
+            it has one, and the epoch; its `set_epoch` is called, if it has one.
+        shuffle: whether each epoch has an order of its own (default: True for a map-style dataset without a sampler; an
+            `IterableDataset` shuffles by itself).
         seed: of that order, and of the random numbers in loading processes.
         drop_last: leaves out what does not fill a global batch.
         num_workers, prefetch_factor: loading processes, and batches that each loads ahead, as of `DataLoader`. Ranks
@@ -137,6 +135,7 @@ class BalancedDataLoader:
         dataset: Dataset[Any],
         *,
         balancer: Balancer,
+        sampler: Iterable[Any] | None = None,
         shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
@@ -160,10 +159,13 @@ class BalancedDataLoader:
             _check_dataset(
                 dataset, sharded=sharded, shuffle=shuffle, steps_per_epoch=steps_per_epoch, resumes=resumes
             )
-            DataLoader(dataset, num_workers=num_workers, **arguments)  # says what it cannot take
+            # It says what it cannot take.
+            DataLoader(dataset, num_workers=num_workers, sampler=sampler, **arguments)  # type: ignore[arg-type]
             self._bar = _progress_bar() if progress and balancer.rank == 0 else None
             lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
-            if not sharded:
+            if sampler is not None:
+                length = check_sampler(sampler, shuffle)
+            elif not sharded:
                 length = _length_of(dataset)
             if not streams:
                 content = checksum(whole_numbers(dataset))
@@ -192,7 +194,8 @@ class BalancedDataLoader:
                 length,
                 checksum=content,
                 balancer=balancer,
-                shuffle=shuffle is None or shuffle,
+                sampler=sampler,
+                shuffle=shuffle,
                 seed=seed,
                 drop_last=drop_last,
                 lookahead=lookahead,

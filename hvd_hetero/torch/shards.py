@@ -11,7 +11,8 @@ from hvd_hetero.optimizers.shards import STATE, ShardSampler
 from hvd_hetero.optimizers.stream import Order, StreamPlace
 from hvd_hetero.optimizers.stream_state import Kept
 
-from .feed import Loaded, WorkerSeed, end_persistent, iterating, seed_of
+from .draws import seed_of
+from .feed import Loaded, WorkerSeed, end_persistent, iterating
 from .row import none_of
 from .stream import Read, Stream, reading
 

@@ -15,19 +15,15 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from hvd_hetero.optimizers.data_checksum import checksum_of_one
 from hvd_hetero.optimizers.dealer import owners
-from hvd_hetero.optimizers.draws import Draws, Generator
+from hvd_hetero.optimizers.draws import Draws
 from hvd_hetero.optimizers.stream import Order, StreamPlace, StreamSampler
 from hvd_hetero.optimizers.stream_state import Kept, iterator_at, keeper, state_of, tell_epoch
 
-from .feed import Loaded, WorkerSeed, iterating, outliving, seed_of
+from .draws import TORCH, seed_of
+from .feed import Loaded, WorkerSeed, iterating, outliving
 from .row import none_of
 from .whole import WHOLE
 
-TORCH = Generator(
-    torch.default_generator.manual_seed,
-    lambda: torch.get_rng_state().numpy(),  # a tensor would come from another process in shared memory, with a file
-    lambda state: torch.set_rng_state(torch.from_numpy(state)),
-)
 WRAPPED = operator.attrgetter("dataset")  # the user's dataset, from the object that reads it
 
 
