@@ -73,9 +73,10 @@ def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
         raise DivergedError(
             "Expected the same batch of the same epoch from the loader of every rank. Received: another one on rank "
             f"{', '.join(others)} than on the first that told, so that samples are used twice or never. Pass the same "
-            "epoch to set_epoch() on all ranks, and load a loader's state on all or none. An IterableDataset or a sampler "
-            "gives the same in the same order on every rank: what splits it by rank is to be left out, and what "
-            "shuffles it by numbers of its own needs a seed; or it is sharded=True, with samples of each rank's own."
+            "epoch to set_epoch() on all ranks, and load a loader's state on all or none. An IterableDataset or a "
+            "sampler gives the same in the same order on every rank: what splits it by rank is to be left out, and "
+            "what shuffles it by numbers of its own needs a seed; or it is sharded=True, with samples of each rank's "
+            "own."
         )
 
 
