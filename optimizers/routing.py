@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hvd_hetero.codecs.codec import HorovodCompressor
+from hvd_hetero.codecs.codec import HorovodCompressor, name_of
 from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, levels_for, topology_now
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.buckets import cap_bytes
@@ -155,7 +155,7 @@ class Routing:
         timed for the first bucket of each dtype."""
         if self._router is None:
             shape = tuple(shapes[0]) if len(shapes) == 1 else None
-            return Route(self._levels, "flat", cross=ExactSum(self._compressor, shape=shape))
+            return Route(self._levels, "flat", cross=ExactSum(self._compressor, shape=shape) if lossy else None)
         return self._router.route_for(name, bucket, shapes, lossy=lossy, before=before)
 
 
@@ -186,5 +186,5 @@ def _described(
             'which takes whole matrices. Pass topology="leader", or "auto".'
         )
     nodes = topology.nodes if isinstance(topology, Topology) else topology
-    how = type(codecs.compression).__name__ if isinstance(codecs, HorovodCompressor) else str(codecs)
+    how = name_of(codecs.compression) if isinstance(codecs, HorovodCompressor) else str(codecs)
     return ", ".join(f"{name}={value}" for name, value in {"topology": nodes, "compression": how, **alike}.items())

@@ -26,6 +26,11 @@ class Identity:
         return wire
 
 
+def name_of(compressor: Any) -> str:
+    """The name of a user's compressor, the same on all ranks: of its class, or its own, as Horovod's are classes."""
+    return compressor.__name__ if isinstance(compressor, type) else type(compressor).__name__
+
+
 class HorovodCompressor:
     """The codec for a compressor in Horovod's form, as a user may have written one.
 

@@ -54,6 +54,11 @@ def uncompiled(function: F) -> F:
     return decorated
 
 
+def form() -> Any:
+    """The module that has this back end's operations on gradients: `gradient_tensorflow` or `gradient_torch`."""
+    return importlib.import_module(f"{__package__}.gradient_{NAME}")
+
+
 def engine(process_set: Any = None) -> Engine:
     """An engine over the ranks of `process_set` (default: all), on the Horovod of this process."""
     return engine_of(NAME, process_set)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ class RateFactor:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+        self._form: Any = backend.form()
         self._optimizer = weakref.ref(optimizer)
         self._number = self._form.number(1.0)
         self._value, self._in_effect = 1.0, False

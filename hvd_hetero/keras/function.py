@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from hvd_hetero.optimizers.agreement import agree_on, agree_text
 from . import backend
 from .reduction import array_to_send, name_of
 
-_FORM: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+_FORM: Any = backend.form()
 
 
 def init(*args: Any, **kwargs: Any) -> None:

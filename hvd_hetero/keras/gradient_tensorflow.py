@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvd_hetero.codecs.codec import HorovodCompressor
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.stopwatch import WallClock
 
@@ -239,6 +240,19 @@ def scaled_into(bucket: np.ndarray, flat: np.ndarray, weight: float) -> None:
         np.copyto(bucket, flat)
     else:
         np.multiply(flat, flat.dtype.type(weight), out=bucket)
+
+
+class Compressor(HorovodCompressor):
+    """The codec for a user's compressor, which takes TensorFlow's tensors, where gradients are arrays."""
+
+    def encode(self, array: Any) -> tuple[Any, Any]:
+        with tf.device("CPU"):
+            wire, context = super().encode(tf.constant(array))
+            return np.array(wire), context
+
+    def decode(self, wire: Any, context: Any) -> Any:
+        with tf.device("CPU"):
+            return np.array(super().decode(tf.constant(wire), context))
 
 
 def stopwatch() -> WallClock:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import torch
 
+from hvd_hetero.codecs.codec import HorovodCompressor
 from hvd_hetero.codecs.torch_verbs import VERBS
 from hvd_hetero.engine.stopwatch import Stopwatch, stopwatch_of
 from hvd_hetero.policy.buckets import WIRE
@@ -120,6 +121,9 @@ def scaled_into(bucket: torch.Tensor, flat: torch.Tensor, weight: float) -> None
     bucket.copy_(flat)
     if weight != 1.0:
         bucket.mul_(weight)
+
+
+Compressor = HorovodCompressor  # which takes tensors, as gradients are here
 
 
 def stopwatch() -> Stopwatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hvd_hetero.policy.buckets import WIRE, as_ready, last_of_widest
@@ -14,10 +14,11 @@ ITEM_BYTES = {"float64": 8, "float32": 4}
 
 @dataclass(frozen=True)
 class Spec:
-    """A gradient's shape and type."""
+    """A gradient's shape and type; `exact`: it goes through no codec, whatever its shape."""
 
     shape: tuple[int, ...]
     dtype: str
+    exact: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in WIRE:
@@ -60,7 +61,7 @@ class BucketLayout:
     ) -> None:
         self.specs = list(specs)
         sizes = [spec.length * ITEM_BYTES[spec.wire] for spec in specs]
-        kinds = [(spec.wire, lossy(spec.shape)) for spec in specs]
+        kinds = [(spec.wire, not spec.exact and lossy(spec.shape)) for spec in specs]
         back = len(specs) - 1  # backward, gradients are ready in the opposite order
         buckets = as_ready(sizes[::-1], kinds[::-1], cap_bytes=bucket_bytes)
         self.members = [[back - i for i in bucket] for bucket in buckets]

@@ -9,7 +9,6 @@ import keras
 
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
-from hvd_hetero.optimizers.codec_spec import LinkCodecs
 from hvd_hetero.optimizers.compression import Compression
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
@@ -63,7 +62,8 @@ def DistributedOptimizer(
         optimizer: the optimizer of the script; the returned one shares its variables and settings.
         name, device_dense, device_sparse, sparse_as_dense, num_groups, groups, scale_local_gradients: arguments of
             Horovod without effect. Gradients travel dense, and `bucket_bytes` sets the number of operations.
-        compression: one of `hvd.Compression`.
+        compression: one of `hvd.Compression`, or a compressor of your own in Horovod's form, with
+            `compress(tensor) -> (tensor, context)` and `decompress(tensor, context)` for tensors of the back end.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it afterwards.
         op: hvd.Average, or hvd.Sum, which multiplies the mean by the number of ranks.
         backward_passes_per_step: a value above 1 sets the optimizer's `gradient_accumulation_steps`. The optimizer must
@@ -186,13 +186,7 @@ def make_reducer(
         reduction = op_of(op, "Average", "Sum")
         check_divisor("gradient_predivide_factor", predivide)
         check_whole("bucket_bytes", bucket_bytes, least=1, optional=True)
-        codecs = Compression.named(compression)
-        if not isinstance(codecs, LinkCodecs):
-            raise TypeError(
-                "compression: expected one of hvd.Compression.none, fp16, bf16, int8, auto, int4(...), topk(...), "
-                "powersgd(...), per_link(...); compressors of one's own are for PyTorch. Received: "
-                f"{compression!r}."
-            )
+        codecs = Compression.named(compression) or backend.form().Compressor(compression)
     return GradientReducer(
         balancer=balancer,
         routing=Routing(

@@ -9,6 +9,7 @@ import importlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
@@ -72,7 +73,7 @@ class GradientReducer:
         )
         self.sums = balancer.sums.take(kind, at)
         self.sums.follow(self.gradient_exchange.count)
-        self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+        self.form: Any = backend.form()
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
         self.steps: dict[tuple[Hashable, tuple[int, ...]], ReducedStep] = {}
@@ -117,6 +118,8 @@ class GradientReducer:
         # Without tensors, for which a tape may be asked as well.
         self._variables = [v for g, v in zip(found, variables, strict=False) if g is not None and hasattr(v, "assign")]
         specs = tuple(None if g is None else self.form.spec(g) for g in found)
+        if not tracing and specs[-1] is not None:  # the marks
+            specs = (*specs[:-1], replace(specs[-1], exact=True))
         if self.strategy is not None:
             if self.local is None:
                 self.local = LocalTraining(

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Hashable
 from typing import Any
 
+from hvd_hetero.codecs.codec import name_of
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.compression import Compression
 from hvd_hetero.policy.topology import Topology
@@ -35,7 +36,8 @@ class _Series:
         held: dict[Hashable, GradientReducer] = vars(weights).setdefault(PLACE, {})
         if key not in held:
             # The kind: a resumed job may use tapes first in another order, and their codecs' states are not alike.
-            kind = f"tape {arguments['compression']}"
+            compression = arguments["compression"]
+            kind = f"tape {Compression.named(compression) or name_of(compression)}"
             held[key] = make_reducer(balancer=weights, kind=kind, **arguments)
             if balancer is None:
                 self._equal[process_set, key] = weights
