@@ -199,7 +199,7 @@ def _tell(engine: Engine, error: Exception, *, name: str) -> None:
 
 
 def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
-    """Returns if all ranks passed equal values. A collective call.
+    """Checks that all ranks passed equal values. A collective call.
 
     Values are compared as text, so that they may be of any type.
 
@@ -221,7 +221,7 @@ def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
 
 
 def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:
-    """Returns if `describe()` gives the same text on all ranks. A collective call.
+    """Checks that `describe()` gives the same text on all ranks. A collective call.
 
     Args:
         describe: returns this rank's text, or raises an error if its arguments are wrong, of which all ranks hear.
