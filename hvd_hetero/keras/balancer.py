@@ -50,11 +50,11 @@ class Balancer(framework_free.Balancer):
     Constructing it is a collective call. What a rank needs for its samples is measured from the end of one exchange of
     gradients to the start of the next, without any callback; a step in which something was compiled is left out.
 
-    `BalancedDataset` announces each batch. A custom loop calls `balancer.begin(samples)` for each instead; then any
-    number of exchanges belong to a batch. Without that call they do if nothing loads ahead. `fit` with TensorFlow does:
-    there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but neither in a
-    loop or a condition that TensorFlow makes (`for _ in tf.range(k)`, `tf.cond`), nor by calling one `tf.function`
-    several times, nor with `run_eagerly=True`.
+    `BalancedDataset` announces each batch; a custom loop over other data calls `balancer.begin(samples)` before each.
+    A batch may have any number of exchanges, except where batches are loaded ahead of their use, as by `fit` with
+    TensorFlow: there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but
+    neither in a loop or a condition that TensorFlow makes (`for _ in tf.range(k)`, `tf.cond`), nor by calling one
+    `tf.function` several times, nor with `run_eagerly=True`.
 
     Args:
         global_batch_size: samples of one optimizer step over all ranks; it never changes, so what is learned and the

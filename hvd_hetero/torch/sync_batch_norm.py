@@ -46,9 +46,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         process_set: the ranks (default: the balancer's, or all).
-        balancer: knows over how many terms each rank's loss is a mean, where `balancer.count()` says so, as with masked
-            samples; without it, gradients are weighted by rows. A rank that has rows and not one term takes part in
-            the statistics, and what flows back through them to its rows is left out.
+        balancer: knows over how many terms each rank's loss is a mean, as `balancer.count()` says for masked samples;
+            without it, gradients are weighted by rows. A rank with rows but without a loss term takes part in the
+            statistics, but gets no gradients through them.
 
     Raises:
         TypeError: `balancer` is not a balancer, or `eps` or `process_set` is one.
