@@ -48,7 +48,7 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """The value of `root_rank` as a numpy array; a number, as a numpy scalar. A collective call."""
+    """The value of `root_rank` as a numpy array; of a number, a numpy scalar. A collective call."""
     engine = backend.engine(process_set)
     array = array_to_send(value)
     _broadcast([array], root_rank, engine, name_of(engine, name, "broadcast"))

@@ -56,7 +56,7 @@ def allreduce(
     *,
     process_set: Any = None,
 ) -> Any:
-    """The mean over ranks (or their sum, minimum or maximum, by `op`) as a numpy array; of numbers, as a numpy scalar.
+    """The mean over ranks (or their sum, minimum or maximum, by `op`) as a numpy array; of a number, a numpy scalar.
     A collective call.
 
     Args:
@@ -90,7 +90,7 @@ def allreduce(
 def reducescatter(value: Any, name: str | None = None, op: Any = None, *, process_set: Any = None) -> Any:
     """This rank's rows of the mean over ranks (or of their sum, by `op`) as a numpy array. A collective call.
 
-    Of n rows the first n % size ranks get one more.
+    Ranks get as many rows each; what is left of n rows, n % size, goes to the first ranks, one each.
 
     Args:
         value: an array or a tensor, of the same shape on all ranks. Whole numbers that are averaged come back as
