@@ -272,7 +272,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._broken_off = True
 
     def restore(self) -> None:
-        """Goes back to the state of the last `save`.
+        """Goes back to the state of the last `commit` or `save`.
 
         With a local strategy, merges under way are completed first, or they would change the restored model later. That
         is a collective call. After `break_off` they are not completed.
@@ -344,8 +344,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     @property
     def leaving(self) -> Sequence[int] | None:
-        """The ranks that were told to end (SIGTERM), in order, the same on all ranks. None without a balancer of all
-        ranks: it is the balancers that tell the ranks of each other's signals between commits."""
+        """The ranks that were told to end (SIGTERM), in order, the same on all ranks; `None` (not known) without a
+        balancer of all ranks, since between commits only balancers tell ranks of each other's signals."""
         # All balancers are asked, because some may have finished their part of the job.
         whole = [balancer for balancer in self._balancers if balancer.size == self._horovod.size()]
         return sorted({rank for balancer in whole for rank in balancer.leaving}) if whole else None

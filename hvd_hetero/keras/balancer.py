@@ -148,7 +148,7 @@ class Balancer(framework_free.Balancer):
         self._queues = {None: Announced(), **{each: queue for each, queue in self._queues.items() if each is by}}
 
     def state_dict(self) -> dict[str, Any]:
-        """What any balancer keeps, and where the factors of learning rates are."""
+        """The state of any balancer, and that of the factors of learning rates."""
         return {**super().state_dict(), "factors": self.factors.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
