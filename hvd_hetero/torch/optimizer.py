@@ -186,24 +186,25 @@ def DistributedOptimizer(
         )
 
     release_plain(optimizer)
+    reducer = reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step)
+    distributed = _subclassed(optimizer, _reducer=reducer, _reducer_of=reducer_of, _balancer=weights)
+    reducer.follow(distributed)
+    reduces(distributed)
+    weights.engine.on_reset_end(distributed._rebuild)
+    return distributed
+
+
+def _subclassed(optimizer: torch.optim.Optimizer, **attributes: Any) -> Distributed:
+    """An optimizer with the methods of `methods_of` and these `attributes`. Its class is derived from that of
+    `optimizer`, and it shares its state and parameter groups: a scheduler made before goes on working."""
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state recognises a distributed optimizer by its module, and then steps the base.
     methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}
-    # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept. Without
-    # what the wrapped one alone is to hold: the balanced optimizer before this one would live as long as this one.
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
+    # Without what the wrapped one alone is to hold: the balanced optimizer before this one would live as long as this.
     own = ("step", BALANCED, PLACE)
     distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in own})
-    distributed.__dict__.update(
-        _reducer=reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step),
-        _reducer_of=reducer_of,
-        _balancer=weights,
-        _wrapped=optimizer,
-        _should_synchronize=True,
-    )
-    distributed._reducer.follow(distributed)
-    reduces(distributed)
-    weights.engine.on_reset_end(distributed._rebuild)
+    distributed.__dict__.update(attributes, _wrapped=optimizer, _should_synchronize=True)
     return distributed  # type: ignore[no-any-return]
 
 
