@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -150,14 +150,14 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
     table = np.asarray(engine.allgather_async(row, name=name).wait())
     if problem is not None:
         raise ValueError(problem)
-    wrong = [rank for rank in range(engine.size) if table[rank, 0] == ABSENT]
+    wrong = [rank for rank, row in zip(engine.ranks, table, strict=True) if row[0] == ABSENT]
     if wrong:
         raise ValueError(
             f"Expected valid arguments on every rank. Received: wrong ones on rank {wrong[0]}, whose error says which."
         )
     for column, title in ((0, "global_batch_size"), (5, "adaptive")):
-        _same(table[:, column].tolist(), title)
-    _same([tuple(row[8:].tolist()) for row in table], "shares")
+        _same(table[:, column].tolist(), title, engine)
+    _same([tuple(row[8:].tolist()) for row in table], "shares", engine)
     agree_on(engine, {"rule": mine.rule}, name=f"{name}.rule")
     bounds = tuple(
         Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
@@ -212,12 +212,12 @@ def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
     """
     mine = [str(int(each)) if isinstance(each, (Integral, np.bool_)) else repr(each) for each in values.values()]
     said = gather_text(engine, json.dumps(mine), name=name)
-    wrong = [f"rank {rank}: {one}" for rank, one in enumerate(said) if one.startswith(WRONG)]
+    wrong = [f"rank {rank}: {one}" for rank, one in zip(engine.ranks, said, strict=True) if one.startswith(WRONG)]
     if wrong:
         raise ValueError(f"Expected valid arguments on every rank. Received: {'; '.join(wrong)}.")
     table = list(map(json.loads, said))
     for column, title in enumerate(values):
-        _same([row[column] for row in table], title)
+        _same([row[column] for row in table], title, engine)
 
 
 def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:
@@ -237,14 +237,12 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
     except Exception as error:
         _tell(engine, error, name=name)
         raise
-    said = gather_text(engine, text, name=name)
-    if len(set(said)) > 1:
-        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(said)}.")
+    _same(gather_text(engine, text, name=name), title, engine)
 
 
-def _same(values: list[object], title: str) -> None:
+def _same(values: Sequence[object], title: str, engine: Engine) -> None:
     if len(set(values)) > 1:
-        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(values)}.")
+        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(values, engine.ranks)}.")
 
 
 def _first_shares(arguments: BalancerArguments, bounds: tuple[Bound, ...]) -> tuple[int, ...]:

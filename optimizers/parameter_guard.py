@@ -150,12 +150,13 @@ class ParameterGuard:
         off = math.sqrt(squared / whole) if whole else math.sqrt(squared)
         row = np.array([off if math.isfinite(off) else math.inf])
         most = float(engine.allreduce_async(row, name=f"{self._name}.guard", op="max").wait()[0])
+        first = engine.ranks[0]
         if most > TOLERANCE:
             raise DivergedError(
-                "Expected the same parameters on every rank after each step. Received: others than rank 0's on "
+                f"Expected the same parameters on every rank after each step. Received: others than rank {first}'s on "
                 f"{ranks_text([engine.ranks[rank] for rank in others])}, by {most:.2g} of their norm. Broadcast them "
-                "from rank 0 before training (hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change "
-                "parameters and gradients on all ranks alike (PyTorch: who leaves backward() out calls "
+                f"from rank {first} before training (hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and "
+                "change parameters and gradients on all ranks alike (PyTorch: who leaves backward() out calls "
                 "optimizer.synchronize() before clipping)."
             )
         for index in range(len(parameters.lossy)):  # sent again, so that no rank has to hold a copy of the whole model

@@ -19,10 +19,11 @@ def _check_whole(balancer: Balancer) -> None:
     """Raises RuntimeError, on all ranks, if a rank may have several micro-batches, and so call a layer more often for a
     batch than another rank."""
     if divided := balancer.arguments.divided:
-        caps = ", ".join(f"{balancer.arguments.micro_caps[rank]} on rank {rank}" for rank in divided)
+        caps, ranks = balancer.arguments.micro_caps, balancer.engine.ranks
+        found = ", ".join(f"{caps[rank]} on rank {ranks[rank]}" for rank in divided)
         raise RuntimeError(
             "Expected each rank's batch in one piece, because SyncBatchNorm's statistics are over all ranks' rows at "
-            f"once. Received: max_micro_batch={caps}, where a share may be larger. Give max_share instead, or use a "
+            f"once. Received: max_micro_batch={found}, where a share may be larger. Give max_share instead, or use a "
             "normalisation within samples (GroupNorm, LayerNorm)."
         )
 
