@@ -16,7 +16,7 @@ from .untuned import UntunedDataset
 
 
 class EvaluationDataset(UntunedDataset):
-    """Batches of a dataset of which each rank has a part, in proportion to its share: every sample is on one rank.
+    """This rank's part of a dataset, in batches. Parts are in proportion to the shares, and each sample is in one part.
 
     For `validation_data`, where `MetricAverageCallback` makes the metrics those of all samples; and for `predict`: the
     results of all ranks, in the order of the ranks, are in the order of the samples. `evaluate` returns metrics of this

@@ -16,7 +16,7 @@ from .stream import WRAPPED, OwnSamples
 
 
 class EvaluationDataLoader:
-    """Batches of a dataset of which each rank has a part, in proportion to its share: every sample is on one rank.
+    """This rank's part of a dataset, in batches. Parts are in proportion to the shares, and each sample is in one part.
 
     For validation, which with equal parts would take as long as the slowest rank needs for its part. Nothing is
     exchanged meanwhile, and ranks may have different numbers of batches, or none. So sum losses and counts on each
