@@ -13,6 +13,7 @@ from simulated import Speed
 
 from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.optimizers import agreement, control
 from hvd_hetero.optimizers.attachment import Exchanges
 from hvd_hetero.optimizers.balancer import Balancer
@@ -590,6 +591,15 @@ def test_ranks_that_differ_are_named_as_horovod_does():
             agreement.agree_on(group, {}, name="heard")
 
     World(3).run(program)
+
+
+def test_a_wrong_argument_on_one_rank_of_an_elastic_job_ends_that_rank_alone(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    *others, last = World(3).run(
+        lambda engine: Balancer(engine, global_batch_size=6, min_share=-1 if engine.rank == 2 else 1), errors="return"
+    )
+    assert isinstance(last, ValueError) and str(last).startswith("min_share: expected")
+    assert all(isinstance(one, CollectiveError) for one in others), "what an elastic job goes on from"
 
 
 def test_listeners_are_called_once_each_after_an_exchange_that_leads():
