@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -26,7 +26,6 @@ from hvd_hetero.policy.speed import SpeedModel
 
 from .argument import check_whole
 
-ABSENT = -1  # stands for None, and in the first column for a rank with wrong arguments
 MOST = 2**24  # samples; shares travel as float32, which holds integers exactly up to here
 WRONG = "wrong arguments"  # begins what a rank says that has some, instead of a text or a list (in JSON) of them
 
@@ -132,42 +131,25 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
         ValueError: on every rank, if an argument of any rank is wrong or arguments differ: with what was expected, what
             was passed, and what to do.
     """
-    problem = mine.problem(engine.size)
-    row: np.ndarray = np.full((1, 8 + engine.size), ABSENT, dtype=np.int64)
-    if problem is None:
-        row[0, :8] = [
-            mine.global_batch_size,
-            mine.min_share,
-            ABSENT if mine.max_share is None else mine.max_share,
-            mine.quantum,
-            ABSENT if mine.max_micro_batch is None else mine.max_micro_batch,
-            int(bool(mine.adaptive)),
-            mine.identity,
-            mine.kind,
-        ]
-        if mine.shares is not None:
-            row[0, 8:] = mine.shares
-    table = np.asarray(engine.allgather_async(row, name=name).wait())
-    if problem is not None:
-        raise ValueError(problem)
-    wrong = [rank for rank in range(engine.size) if table[rank, 0] == ABSENT]
-    if wrong:
-        raise ValueError(
-            f"Expected valid arguments on every rank. Received: wrong ones on rank {wrong[0]}, whose error says which."
-        )
-    for column, title in ((0, "global_batch_size"), (5, "adaptive")):
-        _same(table[:, column].tolist(), title)
-    _same([tuple(row[8:].tolist()) for row in table], "shares")
-    agree_on(engine, {"rule": mine.rule}, name=f"{name}.rule")
+    with heard(engine, name=lambda: name):
+        if (problem := mine.problem(engine.size)) is not None:
+            raise ValueError(problem)
+    same = {
+        "global_batch_size": mine.global_batch_size,
+        "adaptive": bool(mine.adaptive),
+        "shares": mine.shares,
+        "rule": mine.rule,
+    }
+    own = [mine.min_share, mine.max_share, mine.quantum, mine.max_micro_batch, mine.identity, mine.kind]
+    lowers, uppers, quanta, micro_caps, identities, kinds = zip(*_agreed(engine, same, own, name=name), strict=True)
     bounds = tuple(
-        Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
-        for low, high, quantum in table[:, 1:4].tolist()
+        Bound(lower=lower, upper=upper, quantum=quantum)
+        for lower, upper, quantum in zip(lowers, uppers, quanta, strict=True)
     )
-    micro_caps = tuple(None if cap == ABSENT else int(cap) for cap in table[:, 4].tolist())
     return replace(
         mine,
-        identities=tuple(table[:, 6].tolist()),
-        kinds=tuple(table[:, 7].tolist()),
+        identities=identities,
+        kinds=kinds,
         bounds=bounds,
         micro_caps=micro_caps,
         first_shares=_first_shares(mine, bounds),
@@ -199,7 +181,7 @@ def _tell(engine: Engine, error: Exception, *, name: str) -> None:
 
 
 def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
-    """Returns if all ranks passed equal values. A collective call.
+    """Checks that all ranks passed equal values. A collective call.
 
     Values are compared as text, so that they may be of any type.
 
@@ -210,18 +192,24 @@ def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
     Raises:
         ValueError: on every rank, if a value differs between ranks, or a rank had an error before: see `heard`.
     """
+    _agreed(engine, values, None, name=name)
+
+
+def _agreed(engine: Engine, values: Mapping[str, Any], own: Any, *, name: str) -> list[Any]:
+    """The `own` of all ranks, which are for JSON, once it is checked that all passed equal `values`: see `agree_on`."""
     mine = [str(int(each)) if isinstance(each, (Integral, np.bool_)) else repr(each) for each in values.values()]
-    said = gather_text(engine, json.dumps(mine), name=name)
-    wrong = [f"rank {rank}: {one}" for rank, one in enumerate(said) if one.startswith(WRONG)]
+    said = gather_text(engine, json.dumps([mine, own]), name=name)
+    wrong = [f"rank {rank}: {one}" for rank, one in zip(engine.ranks, said, strict=True) if one.startswith(WRONG)]
     if wrong:
         raise ValueError(f"Expected valid arguments on every rank. Received: {'; '.join(wrong)}.")
     table = list(map(json.loads, said))
     for column, title in enumerate(values):
-        _same([row[column] for row in table], title)
+        _same([texts[column] for texts, _ in table], title, engine)
+    return [one for _, one in table]
 
 
 def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:
-    """Returns if `describe()` gives the same text on all ranks. A collective call.
+    """Checks that `describe()` gives the same text on all ranks. A collective call.
 
     Args:
         describe: returns this rank's text, or raises an error if its arguments are wrong, of which all ranks hear.
@@ -237,14 +225,12 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
     except Exception as error:
         _tell(engine, error, name=name)
         raise
-    said = gather_text(engine, text, name=name)
-    if len(set(said)) > 1:
-        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(said)}.")
+    _same(gather_text(engine, text, name=name), title, engine)
 
 
-def _same(values: list[object], title: str) -> None:
+def _same(values: Sequence[object], title: str, engine: Engine) -> None:
     if len(set(values)) > 1:
-        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(values)}.")
+        raise ValueError(f"{title}: expected the same on every rank. Received: {by_rank(values, engine.ranks)}.")
 
 
 def _first_shares(arguments: BalancerArguments, bounds: tuple[Bound, ...]) -> tuple[int, ...]:

@@ -27,13 +27,14 @@ class BatchOrder:
 
     Attributes:
         used: whether a batch of the loop that began last was used.
+        over: whether a loop has ended, and no batch has begun since.
     """
 
     def __init__(self) -> None:
         self._samples = 0  # samples of the batch begun last, until it is used
         self._unused = 0  # samples of a batch of this loop that was never used; 0: none
-        self._over = self._told = False  # see `over`; whether the warning was given
-        self.used = False
+        self._told = False  # whether the warning was given
+        self.used = self.over = False
 
     def begins(self, samples: int, *, first: bool) -> None:
         """Notes that a loop gets a batch, of which this rank has `samples`; `first`: the first batch of the loop."""
@@ -43,14 +44,9 @@ class BatchOrder:
             self._unused = self._samples
         self._samples = samples
 
-    @property
-    def over(self) -> bool:
-        """Whether a loop has ended, and no batch has begun since."""
-        return self._over
-
     def ends(self) -> None:
         """Notes that a loop has reached the end of its loader."""
-        self._over = True
+        self.over = True
 
     def leaves(self) -> None:
         """Notes that a loop was left before its end: its batches need no backward pass."""
@@ -58,14 +54,14 @@ class BatchOrder:
 
     def any_begins(self) -> None:
         """Notes that a batch begins, from a loader or by `balancer.begin` in a script."""
-        if self._over:  # the loop that ended may be an evaluation within a training loop: no pass over it will follow
+        if self.over:  # the loop that ended may be an evaluation within a training loop: no pass over it will follow
             self.leaves()
-        self._over = False
+        self.over = False
 
     def passes(self) -> None:
         """Notes that a backward pass begins, and warns if a batch was left unused before it or the loop has ended."""
         self.steps()
-        if not self._told and (self._unused or self._over):
+        if not self._told and (self._unused or self.over):
             self._told = True
             script.warn(UNUSED.format(samples=self._unused) if self._unused else OVER)
 

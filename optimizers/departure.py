@@ -8,7 +8,7 @@ from hvd_hetero.policy.rank_words import ranks_text
 
 
 class PeerError(RuntimeError):
-    """Another rank cannot go on."""
+    """Raised where another rank has failed, which the error names: its data loader raised, or its script said so."""
 
 
 class Flag:

@@ -131,8 +131,8 @@ class LocalSteps:
         if not self._warned:
             self._warned = True
             script.warn(
-                f"The local steps of rank {self._engine.rank} were not finite, and are given up: it goes on from the "
-                "last merge. The trace has each time that this happens.",
+                f"The local steps of rank {self._engine.ranks[self._engine.rank]} were not finite, and are given up: "
+                "it goes on from the last merge. The trace has each time that this happens.",
                 RuntimeWarning,
             )
 

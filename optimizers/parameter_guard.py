@@ -69,10 +69,10 @@ def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
         ranks: the ranks' numbers in the job, for the message.
     """
     first = next((origin for origin in origins if origin >= 0), -1)
-    if others := [str(rank) for rank, origin in zip(ranks, origins, strict=True) if origin not in (-1, first)]:
+    if others := [rank for rank, origin in zip(ranks, origins, strict=True) if origin not in (-1, first)]:
         raise DivergedError(
-            "Expected the same batch of the same epoch from the loader of every rank. Received: another one on rank "
-            f"{', '.join(others)} than on the first that told, so that samples are used twice or never. Pass the same "
+            "Expected the same batch of the same epoch from the loader of every rank. Received: another one on "
+            f"{ranks_text(others)} than on the first that told, so that samples are used twice or never. Pass the same "
             "epoch to set_epoch() on all ranks, and load a loader's state on all or none. An IterableDataset or a "
             "sampler gives the same in the same order on every rank: what splits it by rank is to be left out, and "
             "what shuffles it by numbers of its own needs a seed; or it is sharded=True, with samples of each rank's "
@@ -151,13 +151,14 @@ class ParameterGuard:
         off = math.sqrt(squared / whole) if whole else math.sqrt(squared)
         row = np.array([off if math.isfinite(off) else math.inf])
         most = float(engine.allreduce_async(row, name=f"{self._name}.guard", op="max").wait()[0])
-        ranks = ", ".join(str(engine.ranks[rank]) for rank in others)
+        first = engine.ranks[0]
         if most > TOLERANCE:
             raise DivergedError(
-                f"Expected the same parameters on every rank after each step. Received: others than rank 0's on rank "
-                f"{ranks}, by {most:.2g} of their norm. Broadcast them from rank 0 before training "
-                "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change parameters and gradients on "
-                "all ranks alike (PyTorch: who leaves backward() out calls optimizer.synchronize() before clipping)."
+                f"Expected the same parameters on every rank after each step. Received: others than rank {first}'s on "
+                f"{ranks_text([engine.ranks[rank] for rank in others])}, by {most:.2g} of their norm. Broadcast them "
+                f"from rank {first} before training (hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and "
+                "change parameters and gradients on all ranks alike (PyTorch: who leaves backward() out calls "
+                "optimizer.synchronize() before clipping)."
             )
         for index in range(len(parameters.lossy)):  # sent again, so that no rank has to hold a copy of the whole model
             parameters.write(index, self._first(parameters, index))

@@ -50,10 +50,11 @@ class StartCheck:
             return
         handle, self._under_way = self._under_way, None
         found = np.asarray(handle.wait()).tolist()
-        if others := [rank for rank, value in enumerate(found) if value != found[0]]:
+        ranks = self._engine.ranks
+        if others := [rank for rank, value in zip(ranks, found, strict=True) if value != found[0]]:
             raise RuntimeError(
-                "Expected the same parameters on every rank before local steps begin. Received: others than rank 0's "
-                f"on {ranks_text(others)}. Broadcast the parameters from rank 0 after making the "
+                "Expected the same parameters on every rank before local steps begin. Received: others than rank "
+                f"{ranks[0]}'s on {ranks_text(others)}. Broadcast the parameters from rank {ranks[0]} after making the "
                 "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has made local "
                 "steps with them, call its merge() before making this one, or what ranks did is lost. What moves them "
                 "within a step and back, as SAM does, has to go back to a copy. A Keras model that is built by its "

@@ -98,7 +98,7 @@ class StrategySelector:
             ),
             predict_local(
                 models, shares, round_steps=self._round_steps, bound_rounds=self._bound_rounds,
-                merge_s=self.exchange_s, jitters=jitters, micro_batch=micro_batch, meet=True,
+                merge_s=self.exchange_s, jitters=jitters, micro_batch=micro_batch,
             ),
         )
 

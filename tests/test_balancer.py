@@ -13,7 +13,8 @@ from simulated import Speed
 
 from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.optimizers import control
+from hvd_hetero.engine.port import CollectiveError
+from hvd_hetero.optimizers import agreement, control
 from hvd_hetero.optimizers.attachment import Exchanges
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
@@ -566,6 +567,39 @@ def test_a_failure_names_the_ranks_as_horovod_does_and_the_batch():
         return balancer.departure.left_out
 
     assert World(3).run(program) == [None, 11, 11]
+
+
+def test_ranks_that_differ_are_named_as_horovod_does():
+    """Of a process set of some ranks, too."""
+
+    def program(engine):
+        group = engine.group([1, 2])
+        if group is None:
+            return
+        with pytest.raises(ValueError, match="global_batch_size: .* Received: rank 1: 4; rank 2: 6"):
+            Balancer(group, global_batch_size=2 + 2 * engine.rank)
+        with pytest.raises(ValueError, match=r"rank 2: wrong.*\(min_share" if engine.rank == 1 else "^min_share"):
+            Balancer(group, global_batch_size=4, min_share=1 - 2 * (engine.rank == 2))
+        with pytest.raises(ValueError, match="number: .* Received: rank 1: 1; rank 2: 2"):
+            agreement.agree_on(group, {"number": engine.rank}, name="number")
+        with pytest.raises(ValueError, match="text: .* Received: rank 1: 1; rank 2: 2"):
+            agreement.agree_text(group, lambda: str(engine.rank), title="text", name="text")
+        with pytest.raises(ValueError, match="rank 2: wrong" if engine.rank == 1 else "no good"):
+            with agreement.heard(group, name=lambda: "heard"):
+                if engine.rank == 2:
+                    raise ValueError("no good")
+            agreement.agree_on(group, {}, name="heard")
+
+    World(3).run(program)
+
+
+def test_a_wrong_argument_on_one_rank_of_an_elastic_job_ends_that_rank_alone(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    *others, last = World(3).run(
+        lambda engine: Balancer(engine, global_batch_size=6, min_share=-1 if engine.rank == 2 else 1), errors="return"
+    )
+    assert isinstance(last, ValueError) and str(last).startswith("min_share: expected")
+    assert all(isinstance(one, CollectiveError) for one in others), "what an elastic job goes on from"
 
 
 def test_listeners_are_called_once_each_after_an_exchange_that_leads():

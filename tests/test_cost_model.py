@@ -17,7 +17,7 @@ def nodes(*sizes):
 
 
 def test_two_levels_gain_latency_and_a_codec_between_nodes_gains_bandwidth():
-    """4 nodes of 8 ranks on 10 Gbit/s, the figures of FORMULAE 5: 7.2, 2.3 and 1.27 times; 4.6 with 4 x compression."""
+    """4 nodes of 8 ranks on 10 Gbit/s: 7.2, 2.3 and 1.27 times, by size; 4.6 with 4 x compression between nodes."""
     topology = Topology(nodes=nodes(8, 8, 8, 8), local=LOCAL, cross=ETHERNET)
     for size, gain in ((10e3, 7.2), (1e6, 2.3), (100e6, 1.27)):
         assert expected_s("flat", size, topology) / expected_s("rails", size, topology) == pytest.approx(gain, rel=0.03)

@@ -137,8 +137,8 @@ def test_steady_ranks_with_the_best_shares_are_as_fast_either_way():
 
 def test_local_ranks_go_at_their_own_rates():
     models, jitters = [model(1 / 8), model(1 / 2)], [Jitter(variation=0.5), Jitter(stalled=0.5, stall_s=100.0)]
-    local = predict_local(models, [16, 16], round_steps=20, jitters=jitters)
-    assert local.samples_per_s == pytest.approx(8 + 1) and local.round_lengths == (20, 2)
+    local = predict_local(models, [16, 4], round_steps=20, jitters=jitters)
+    assert local.samples_per_s == pytest.approx(8 + 1) and local.round_lengths == (20, 10)
     assert local.period_s == pytest.approx(40.0)
     alone = predict_local(models, [16, 0], round_steps=20)
     assert alone.samples_per_s == pytest.approx(8.0) and alone.round_lengths == (20, 0)
@@ -148,12 +148,12 @@ def test_local_ranks_go_at_their_own_rates():
 
 def test_who_makes_equally_many_steps_is_no_faster_apart_where_shares_do_not_fit():
     models = [model(1 / 8), model(1 / 4)]
-    equal = predict_local(models, [16, 16], round_steps=2, meet=True)
+    equal = predict_local(models, [16, 16], round_steps=2)
     assert equal.samples_per_s == pytest.approx(8.0), "the slow one has still to make its steps"
     assert choose_strategy(predict_synchronous(models, [16, 16]), equal).strategy == "synchronous"
     jitters = [Jitter(), Jitter(stalled=0.5, stall_s=1.0)]
-    fitting = [predict_local(models, [16, 8], round_steps=2, meet=meet, jitters=jitters) for meet in (False, True)]
-    assert fitting[0] == fitting[1], "shares follow stops"
+    fitting = predict_local(models, [16, 8], round_steps=2, jitters=jitters)
+    assert fitting.samples_per_s == pytest.approx(8 + 2), "nobody waits for stops: shares follow them"
 
 
 def simulated_rate(step_s, samples, round_steps, bound_rounds, merge_s, horizon_s):

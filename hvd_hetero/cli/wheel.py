@@ -108,12 +108,31 @@ def build_wheel(
     folder.mkdir(parents=True, exist_ok=True)
     command = [*PIP, "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--wheel-dir", str(folder), str(source)]
+    code, shown = _run(command, recipe.environment(source), log, watch)
+    wheel = next(iter(folder.glob("horovod-*.whl")), None)
+    left_out = [name for name in recipe.frameworks if wheel is None or not _has_library(wheel, name)]
+    if code != 0 or wheel is None or left_out:
+        raise BuildFailed(
+            f"expected a wheel of Horovod {HOROVOD_VERSION} with a library for {' and '.join(recipe.frameworks)}, and "
+            f"the build ended with exit code {code}, without {' and '.join(left_out) or 'none'}.\n"
+            f"{_tail(shown)}\n"
+            f"  The whole log: {log.parent / log.stem}\n"
+            "  What to do: look for the first error in the log; --mpi off, --gpu off and --frameworks leave parts out."
+        )
+    return wheel
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, watch: Callable[[str], None]
+) -> tuple[int, str]:
+    """Runs `command`, with its output in the file `log`, and returns its exit code, and the errors in the output with
+    its end. If that is interrupted, it ends what it has started."""
     last: deque[str] = deque(maxlen=_LAST_LINES)
     errors: deque[str] = deque(maxlen=_LAST_LINES)
     with log.open("w", encoding="utf-8", errors="replace") as file:
         process = subprocess.Popen(
             command,
-            env=recipe.environment(source),
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -135,18 +154,7 @@ def build_wheel(
         finally:
             if process.poll() is None:
                 _stop(process)
-    wheel = next(iter(folder.glob("horovod-*.whl")), None)
-    left_out = [name for name in recipe.frameworks if wheel is None or not _has_library(wheel, name)]
-    if code != 0 or wheel is None or left_out:
-        shown = "".join(last) if not errors else "".join(errors) + "  …\n" + "".join(list(last)[-8:])
-        raise BuildFailed(
-            f"expected a wheel of Horovod {HOROVOD_VERSION} with a library for {' and '.join(recipe.frameworks)}, and "
-            f"the build ended with exit code {code}, without {' and '.join(left_out) or 'none'}.\n"
-            f"{_tail(shown)}\n"
-            f"  The whole log: {log.parent / log.stem}\n"
-            "  What to do: look for the first error in the log; --mpi off, --gpu off and --frameworks leave parts out."
-        )
-    return wheel
+    return code, "".join(last) if not errors else "".join(errors) + "  …\n" + "".join(list(last)[-8:])
 
 
 def _has_library(wheel: Path, framework: str) -> bool:

@@ -272,7 +272,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._broken_off = True
 
     def restore(self) -> None:
-        """Goes back to the state of the last `save`.
+        """Goes back to the state of the last `commit` or `save`.
 
         With a local strategy, merges under way are completed first, or they would change the restored model later. That
         is a collective call. After `break_off` they are not completed.
@@ -308,27 +308,34 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         # numbers to the objects that they make.
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
             balancer.stateful_parts.made = max(counts)
-        saved = self._saved.balancers
-        accumulated = (
-            [kept.state["sums"] for kept in saved] if self._rebuilt
-            else [balancer.sums.state_dict() for balancer in self._balancers]
-        )  # fmt: skip
-        begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in accumulated]
-        values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
-        for name, value in values.items():
-            setattr(self, name, value)
         # Gradients that a rank has accumulated up to another commit than the root's may have been exchanged since.
-        alike = held[horovod.rank()][2] == held[root][2]
-        for balancer, kept, batches in zip(self._balancers, accumulated, begun, strict=False):
-            for name, sums in balancer.sums.expect(batches).items():
-                sums.restore(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
-        for one in saved if self._rebuilt else ():
+        self._sync_values(root, keeps_sums=held[horovod.rank()][2] == held[root][2])
+        for one in self._saved.balancers if self._rebuilt else ():
             for name, keeper in one.balancer.keepers.expect(one.residuals).items():
                 keeper.add_residuals(one.residuals.get(name, {}))
         self._rebuilt = self._broken_off = False
         self.read_late = None
         self._synced, self.commits = True, held[root][2]
         self.save()
+
+    def _sync_values(self, root: int, *, keeps_sums: bool) -> None:
+        """Gives all ranks the plain values of rank `root`, and takes up accumulated gradients. A collective call.
+
+        Args:
+            keeps_sums: whether this rank keeps the gradients that it has accumulated; else they begin at zero, after as
+                many batches as on rank `root`.
+        """
+        accumulated = (
+            [kept.state["sums"] for kept in self._saved.balancers] if self._rebuilt
+            else [balancer.sums.state_dict() for balancer in self._balancers]
+        )  # fmt: skip
+        begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in accumulated]
+        values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
+        for name, value in values.items():
+            setattr(self, name, value)
+        for balancer, kept, batches in zip(self._balancers, accumulated, begun, strict=False):
+            for name, sums in balancer.sums.expect(batches).items():
+                sums.restore(kept.get(name, {}) if keeps_sums else {}, begun=batches.get(name, 0))
 
     def merge_models(self) -> None:
         """Merges the models of all ranks, with a local strategy. A collective call then; otherwise it does nothing."""
@@ -344,8 +351,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     @property
     def leaving(self) -> Sequence[int] | None:
-        """The ranks that were told to end (SIGTERM), in order, the same on all ranks. None without a balancer of all
-        ranks: it is the balancers that tell the ranks of each other's signals between commits."""
+        """The ranks that were told to end (SIGTERM), in order, the same on all ranks; `None` (not known) without a
+        balancer of all ranks, since between commits only balancers tell ranks of each other's signals."""
         # All balancers are asked, because some may have finished their part of the job.
         whole = [balancer for balancer in self._balancers if balancer.size == self._horovod.size()]
         return sorted({rank for balancer in whole for rank in balancer.leaving}) if whole else None

@@ -72,7 +72,7 @@ def _number(text: str) -> int:
 
 
 def check_process_set(process_set: Any) -> None:
-    """Raises TypeError for a `process_set=` that is none, as the numbers of its ranks."""
+    """Raises TypeError for a `process_set=` that is not a process set, but a list of ranks, say."""
     if not hasattr(process_set, "process_set_id"):
         raise TypeError(
             "process_set: expected an hvd.ProcessSet, as hvd.add_process_set([0, 1]) returns. Received: "

@@ -1,8 +1,9 @@
 """`import hvd_hetero.keras as hvd`: Horovod for Keras 3, and training on mixed hardware.
 
-What users of `horovod.keras` and `horovod.tensorflow.keras` know has its name, its arguments and its meaning here, with
-the back ends "tensorflow" and "torch" of Keras, except that functions return numpy arrays. What is ours is passed by
-its name. What is not here says what takes its place: see `absent`.
+Functions, optimizers and callbacks of `horovod.keras` and `horovod.tensorflow.keras` have the same names, arguments and
+meanings here, with Keras's back ends "tensorflow" and "torch", except that functions return numpy arrays. Arguments
+that only this package has are passed by name. A name of Horovod's that is missing here raises an error that says what
+takes its place: see `absent`.
 """
 
 from typing import TYPE_CHECKING, Any

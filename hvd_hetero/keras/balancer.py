@@ -24,20 +24,24 @@ AHEAD = (
 
 
 class Announced:
-    """Batches that were announced and are not in use yet: samples of each, of this rank and of all if that is known,
-    and terms where these are others.
+    """Batches that were announced and are not in use yet, oldest first.
 
-    Args:
-        ahead: they are announced while others are in use.
+    Attributes:
+        samples: of this rank, for each batch.
+        wholes: samples of all ranks, for each batch; None if not known.
+        terms: the numbers of loss terms, where they are not the numbers of samples.
+        loaded: when each batch was there, if batches are loaded ahead.
+        ahead: whether batches are announced while others are in use.
+        unseen: whether exchanges begin these batches, and not a script by hand.
     """
 
     def __init__(self, *, ahead: bool = False) -> None:
         self.samples: deque[int] = deque()
-        self.wholes: deque[int | None] = deque()  # one for each of `samples`
+        self.wholes: deque[int | None] = deque()
         self.terms: deque[float] = deque()
-        self.loaded: deque[Moment] = deque()  # when each was there, of those that are loaded ahead
+        self.loaded: deque[Moment] = deque()
         self.ahead = ahead
-        self.unseen = False  # whether the exchange takes them, and not a script by hand
+        self.unseen = False
 
 
 class Balancer(framework_free.Balancer):
@@ -46,11 +50,11 @@ class Balancer(framework_free.Balancer):
     Constructing it is a collective call. What a rank needs for its samples is measured from the end of one exchange of
     gradients to the start of the next, without any callback; a step in which something was compiled is left out.
 
-    `BalancedDataset` announces each batch. A custom loop calls `balancer.begin(samples)` for each instead; then any
-    number of exchanges belong to a batch. Without that call they do if nothing loads ahead. `fit` with TensorFlow does:
-    there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but neither in a
-    loop or a condition that TensorFlow makes (`for _ in tf.range(k)`, `tf.cond`), nor by calling one `tf.function`
-    several times, nor with `run_eagerly=True`.
+    `BalancedDataset` announces each batch; a custom loop over other data calls `balancer.begin(samples)` before each.
+    A batch may have any number of exchanges, except where batches are loaded ahead of their use, as by `fit` with
+    TensorFlow: there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but
+    neither in a loop or a condition that TensorFlow makes (`for _ in tf.range(k)`, `tf.cond`), nor by calling one
+    `tf.function` several times, nor with `run_eagerly=True`.
 
     Args:
         global_batch_size: samples of one optimizer step over all ranks; it never changes, so what is learned and the
@@ -95,12 +99,12 @@ class Balancer(framework_free.Balancer):
             trace=own_trace(run, ranks=engine.ranks, rank=engine.rank),
         )
         self.factors = Factors()  # of the optimizers' learning rates
-        # By who announces them (None: the script); what comes next is of the last one. A dataset that is evaluated in
-        # the midst of another one's epoch comes after that, and goes again.
+        # Announced batches, by the dataset that announces them (None: the script). The next batch is of the last queue:
+        # that of a dataset which is evaluated within another one's epoch is added after that one's, and removed again.
         self._queues: dict[Any, Announced] = {None: Announced()}
-        self._begun: Counter[int] = Counter()  # batches, by the id of who announced them
-        self._told = False  # the script itself has begun the batch that is to be exchanged next
-        self._instead = False  # and it begins those that are announced as well
+        self._begun: Counter[int] = Counter()  # how many batches have begun, by the id of who announced them
+        self._told = False  # whether the script itself has begun the batch that is to be exchanged next
+        self._instead = False  # whether it does so for batches that are announced as well
 
     @property
     def _next(self) -> Announced:
@@ -144,7 +148,7 @@ class Balancer(framework_free.Balancer):
         self._queues = {None: Announced(), **{each: queue for each, queue in self._queues.items() if each is by}}
 
     def state_dict(self) -> dict[str, Any]:
-        """What any balancer keeps, and where the factors of learning rates are."""
+        """The state of any balancer, and that of the factors of learning rates."""
         return {**super().state_dict(), "factors": self.factors.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,7 +185,7 @@ class Balancer(framework_free.Balancer):
 
     @property
     def terms_due(self) -> float | None:
-        """Over how many terms the loss of the batch is a mean whose gradients come next; None: nobody said."""
+        """The number of loss terms of the batch whose gradients come next; None: nobody said."""
         with self.exchanges.arrivals.turn:
             return (self._next.terms or self._next.samples)[0] if self._next_due else self.progress.terms
 
@@ -214,8 +218,11 @@ class Balancer(framework_free.Balancer):
             self._count()
 
     def begin_if_unannounced(self) -> bool:
-        """Whether an announced batch begins: the exchange asks, whose gradients are there. One that comes again is of
-        the present batch where no other is announced.
+        """Begins the next announced batch, unless the script has begun one itself. An exchange calls it, once its
+        gradients are there. If no other batch is announced, a further exchange is of the present one.
+
+        Returns:
+            Whether an announced batch was begun.
 
         Raises:
             RuntimeError: nobody said how many samples this batch has.

@@ -23,13 +23,13 @@ class Checkpoint(checkpoint.Checkpoint):
     collective call.
 
     Args:
-        path: of the file. Hosts that share no folder have one each, of which the newest is used.
-        state: what is kept.
-        every_steps: `step` saves after so many steps; None: only when the job has to end.
+        path: the file. Hosts that share no folder have a file each, of which the newest is used.
+        state: what is saved and restored.
+        every_steps: `step` saves after every so many steps; None: only when the job has to end.
 
     Raises:
-        ValueError: on every rank, where `every_steps` is no such number, or differs between ranks.
-        CheckpointError: on every rank, where `every_steps` is given and rank 0 cannot write to `path`.
+        ValueError: on every rank, if `every_steps` is not an integer of at least 1, or differs between ranks.
+        CheckpointError: on every rank, if `every_steps` is given and rank 0 cannot write to `path`.
     """
 
     def __init__(self, path: str | os.PathLike[str], state: KerasState, *, every_steps: int | None = None) -> None:

@@ -40,7 +40,7 @@ GONE = ("HorovodInternalError", "PeerError")  # by their names: TensorFlow passe
 
 
 class KerasState(JobState):
-    """What a job commits, goes back to, and hands to ranks that join.
+    """The state of an elastic job: what it commits, goes back to after a failure, and sends to ranks that join.
 
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
 
@@ -57,9 +57,9 @@ class KerasState(JobState):
             balancer.
 
     Raises:
-        TypeError: `model` is no keras.Model, or `optimizer` is no Keras optimizer.
-        ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known. Of a
-            subclass of keras.Model, a call on a batch makes them: `model(x[:1])`.
+        TypeError: `model` is not a keras.Model, or `optimizer` is not a Keras optimizer.
+        ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known. A
+            subclass of keras.Model is built by calling it on a batch: `model(x[:1])`.
     """
 
     epoch: int  # where there are such values, for `fit`: epochs done, and batches of the next one
@@ -84,16 +84,17 @@ class KerasState(JobState):
         super().__init__({**given, **values}, horovod=backend.horovod, content=content)
 
     def fit(self, x: Any, *, epochs: int, callbacks: Any = (), **arguments: Any) -> Any:
-        """The history of `model.fit(x, ...)` from where this state is, to the end of epoch number `epochs`.
+        """The history of `model.fit(x, ...)`, run from where this state is to the end of epoch number `epochs`.
 
-        An empty one where that is over, as in a finished job that is started again.
+        It is empty if all epochs are done already, as in a finished job that is started again. The state needs `epoch`
+        and `batch` among its values; they are updated before `callbacks` are called.
 
-        Keeps `epoch` and `batch` of this state, which have to be among its values, before it calls the `callbacks`. Of
-        an epoch that was begun before there is its rest: Keras has one length for all epochs of a fit, so that is a fit
-        of its own, except the callbacks and the optimizer, which see one fit of whole epochs.
+        If the state is within an epoch, the rest of that epoch is trained by a `fit` of its own, as Keras has one
+        length for all epochs of a `fit`. Callbacks and the optimizer see one `fit` of whole epochs all the same.
 
         Args:
             x: an `hvd.BalancedDataset`.
+            epochs: the number of epochs of the whole job, those done before included.
             arguments: of `model.fit`, except `initial_epoch` and `steps_per_epoch`.
         """
         for name in ("initial_epoch", "steps_per_epoch"):
@@ -202,9 +203,9 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     """Decorates `train(state, ...)`: it is called anew, with the state of the last commit, whenever ranks have died,
     joined or left.
 
-    Outside of it, ranks make the same objects in the same order – balancer, datasets, optimizers –, keep them, and
-    call nothing else that is collective: a rank that joins makes them while those that stay rebuild theirs. Callbacks
-    are made within it. A `tf.function` that reduces gradients is traced anew for other ranks.
+    Before it is called, every rank makes the same objects (balancer, datasets, optimizers) in the same order, keeps
+    them, and makes no other collective call: a rank that joins makes its objects while the others rebuild theirs.
+    Callbacks are made within `train`. A `tf.function` that reduces gradients is traced anew for other ranks.
     """
     return binding.elastic_run(backend.NAME, train, gone=_is_gone)
 

@@ -16,11 +16,11 @@ from .untuned import UntunedDataset
 
 
 class EvaluationDataset(UntunedDataset):
-    """Every sample on one rank: as many on each as its share says, in their order.
+    """This rank's part of a dataset, in batches. Parts are in proportion to the shares, and each sample is in one part.
 
-    For `validation_data`, where `MetricAverageCallback` then makes the metrics those of all samples; and for `predict`:
-    the results of all ranks, in the order of the ranks, are in the order of the samples. What `evaluate` returns is of
-    this rank's samples alone. Ranks may have different numbers of batches, since nothing is exchanged.
+    For `validation_data`, where `MetricAverageCallback` makes the metrics those of all samples; and for `predict`: the
+    results of all ranks, in the order of the ranks, are in the order of the samples. `evaluate` returns metrics of this
+    rank's samples alone. Ranks may have different numbers of batches, since nothing is exchanged.
 
     Args:
         x, y, sample_weight: as of `BalancedDataset`.

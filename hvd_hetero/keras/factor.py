@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .reducer import GradientReducer
 
 PLACE = "_factor"  # the attribute of an optimizer that holds its `RateFactor`
-# Whose updates are in proportion to their learning rates, weight decay included, where they have no momentum: Keras's
-# is a sum of updates, rates and all.
+# Keras's optimizers whose updates, weight decay included, are in proportion to the learning rate. With a momentum (SGD,
+# RMSprop) they are not: Keras's momentum is a sum of past updates, each with the learning rate of its own step.
 PROPORTIONAL = ("SGD", "RMSprop", "Adam", "AdamW", "Nadam", "Adamax", "Adagrad", "Adadelta", "Lion", "Lamb")
 
 
@@ -84,8 +84,8 @@ class RateFactor:
         self._set(1.0)
 
     def makes_parts(self) -> bool:
-        """Whether the optimizer's updates are in proportion to their rates; those that ask for the factor from now on
-        are made as far as `make_part` says."""
+        """Whether the optimizer can make a part of an update, as it can if updates are in proportion to the learning
+        rate. If so, `make_part` says which part for all that ask for the factor from now on."""
         if self._part is None and in_proportion(self._optimizer()):
             self._part = self._form.number(1.0)
         return self._part is not None
@@ -98,8 +98,9 @@ class RateFactor:
 
     @contextlib.contextmanager
     def applied(self, optimizer: Any, gradients: Sequence[Any]) -> Iterator[Any]:
-        """Within it, what `optimizer` updates with is the learning rate times the factor, which this gives, or the part
-        of that which it is to make. Once the `gradients` are there, which an exchange may have moved either for."""
+        """A context in which `optimizer` updates with its learning rate times the factor, times the part to be made.
+        Yields the learning rate times the factor. Both numbers are read once `gradients` are there, as the exchange of
+        these may set them."""
         updates = inner(optimizer)
         rate = self._form.multiplied(optimizer.learning_rate, self._number, after=gradients)
         made = rate if self._part is None else self._form.multiplied(rate, self._part, after=gradients)
@@ -111,11 +112,11 @@ class RateFactor:
             del vars(updates)["_get_current_learning_rate"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the factor is on its way, as plain numbers; empty before the first fit."""
+        """The state of what the factor follows, as plain numbers; empty before the first fit."""
         return self._waiting if self._core is None else self._core.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, once there is a core; from nothing where it is empty."""
+        """Goes on from `state`, now or when there is a core; begins anew if it is empty."""
         self.loaded = bool(state)
         if self._core is None:
             self._waiting = dict(state)
@@ -137,10 +138,11 @@ class RateFactor:
 
 
 class Factors:
-    """The factors of the optimizers of one balancer, with whose state theirs goes: callbacks are made anew where a job
-    goes on, on other ranks or in another process, and what they were told of is not.
+    """The learning-rate factors of the optimizers of one balancer, whose state includes theirs. Callbacks cannot keep
+    them, as a job that goes on, on other ranks or in another process, makes its callbacks anew.
 
-    By the optimizers' numbers, and of those that have none, because a tape reduces their gradients, by their order.
+    States are named by the optimizers' numbers; those of optimizers without one, because a tape reduces their
+    gradients, by their order.
     """
 
     def __init__(self) -> None:
@@ -190,8 +192,8 @@ def factor_of(optimizer: Any) -> RateFactor | None:
 
 
 def ask_from_now_on(optimizer: Any) -> RateFactor:
-    """Lets the updates of a plain optimizer, whose gradients a tape has reduced, ask for a factor: what was traced of
-    them before does not."""
+    """Gives a plain optimizer, whose gradients a tape has reduced, a factor for its updates. A `tf.function` that was
+    traced before goes on without it."""
     factor, apply = RateFactor(optimizer), optimizer.apply
 
     def applied(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:

@@ -47,7 +47,7 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """The value of `root_rank` as a numpy array; of a number, one of numpy's. A collective call."""
+    """The value of `root_rank` as a numpy array; of a number, a numpy scalar. A collective call."""
     engine = backend.engine(process_set)
     array = array_to_send(value)
     _broadcast([array], root_rank, engine, name_of(engine, name, "broadcast"))
@@ -69,9 +69,10 @@ def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: s
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None, *, session: Any = None
 ) -> Any:
-    """The object of `root_rank`, pickled in between; the others may pass whatever they like. A collective call.
+    """The object of `root_rank`, sent pickled; what other ranks pass is ignored. A collective call.
 
-    Horovod's own pairs ranks by the type of what they pass where no name is given, and waits for ever where it differs.
+    Horovod's own function, without a name, pairs ranks by the type of what they pass, and waits for ever if types
+    differ.
 
     Args:
         session: Horovod's; of no effect.
@@ -81,7 +82,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None, *, session: Any = None) -> Any:
-    """The objects of all ranks, of any types, pickled in between, as a list. A collective call.
+    """The objects of all ranks, of any types, as a list; sent pickled. A collective call.
 
     Args:
         session: Horovod's; of no effect.
@@ -114,9 +115,9 @@ def broadcast_variables(
         inplace: Horovod's; of no effect.
 
     Raises:
-        TypeError: `variables` are none, as a model itself, or its weights as arrays.
-        ValueError: on every rank, where these differ, as those of different optimizers do. In a `tf.function`, an error
-            of TensorFlow's with this text.
+        TypeError: `variables` are not Keras variables, but a model, say, or its weights as arrays.
+        ValueError: on every rank, if number, shapes or types differ between ranks, as those of different optimizers do.
+            In a `tf.function`, an error of TensorFlow's with this text.
     """
     chosen = _chosen(variables)
     if _FORM.tracing():

@@ -1,4 +1,4 @@
-"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, of which each may have another number.
+"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, however many each has.
 
 Also `take_in_statistics`, which keeps Keras's `Normalization` consistent when its variables are overwritten.
 """

@@ -4,7 +4,7 @@ end's."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -39,21 +39,21 @@ class Aside:
     Keras begins one more after the last batch."""
 
     def __init__(self) -> None:
-        self._before: Any = None
+        self._undo: Callable[[], object] | None = None
 
     def begin(self) -> None:
         """Notes the generator's state: what is drawn from now on will be undone by `end`."""
-        self._before = _own.seeds()
+        self._undo = _own.undoing_draws()
 
     def end(self) -> None:
         """Restores the state noted by `begin`, if any."""
-        if self._before is not None:
-            _own.load_seeds(self._before)
-        self._before = None
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
     def forget(self) -> None:
         """Keeps what was drawn since `begin`: `end` will not undo it."""
-        self._before = None
+        self._undo = None
 
 
 def _keras_state() -> np.ndarray | None:

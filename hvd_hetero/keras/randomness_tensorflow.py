@@ -3,7 +3,7 @@ within operations, which cannot be read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -22,12 +22,9 @@ def load_random_state(state: Mapping[str, Any]) -> None:
         generator.state.assign(state["state"])
 
 
-def seeds() -> None:
+def undoing_draws() -> Callable[[], object] | None:
     """None: reading data draws nothing."""
-
-
-def load_seeds(state: None) -> None:
-    """Never called."""
+    return None
 
 
 def _generator() -> Any:

@@ -3,19 +3,17 @@ seed draws from them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from hvd_hetero.engine.randomness import load_torch_state as load_random_state
 from hvd_hetero.engine.randomness import torch_state as random_state
 
-__all__ = ["load_random_state", "load_seeds", "random_state", "seeds"]
+__all__ = ["load_random_state", "random_state", "undoing_draws"]
 
 
-def seeds() -> torch.Tensor:
-    """The state of the generator that a DataLoader draws its seed from."""
-    return torch.get_rng_state()
-
-
-def load_seeds(state: torch.Tensor) -> None:
-    """Restores what `seeds()` returned."""
-    torch.set_rng_state(state)
+def undoing_draws() -> Callable[[], object] | None:
+    """What restores the present state of the generator from which a DataLoader draws its seed."""
+    return functools.partial(torch.set_rng_state, torch.get_rng_state())

@@ -121,23 +121,11 @@ class GradientReducer:
         if not tracing and specs[-1] is not None:  # the marks
             specs = (*specs[:-1], replace(specs[-1], exact=True))
         if self.strategy is not None:
-            if self.local is None:
-                self.local = LocalTraining(
-                    self.strategy, variables, self.gradient_exchange, routing=self.routing, form=self.form,
-                    optimizer=self._of, factor=factor_of(self._of()), batches=self._batches,
-                )  # fmt: skip
-            self.local.check(variables)
-        # With the variables' numbers if something is added up or kept back by codecs: others may have the same shapes.
-        key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.routing.keeps else ())
-        if key not in self.steps:
-            self._drop_those_gone()
-            self.steps[key] = ReducedStep(self, specs, variables, place=self._place(specs, variables, among))
-        if self.routing.keeps and self.succeeds:
-            take_over(self.steps[key], variables)
+            self._make_local(self.strategy, variables)
+        step = self._step_for(specs, variables, among)
         if tracing:
             self.balancer.step_timer.discard()
             self.form.traced(self.balancer.engine)
-        step = self.steps[key]
         present = [g for g in found if g is not None]
         if not present:
             return list(gradients)
@@ -151,6 +139,28 @@ class GradientReducer:
             reduced = iter(self.form.through(step, present, last, part, touched))
         every = [None if g is None else next(reduced) for g in found]
         return every if tracing else unmarked(every, last=last, is_local=self.is_local, keeps=self.routing.keeps)
+
+    def _make_local(self, strategy: LocalSGD, variables: Sequence[Any]) -> None:
+        """Makes what trains locally, with the first gradients, and checks that later ones are of the same variables."""
+        if self.local is None:
+            self.local = LocalTraining(
+                strategy, variables, self.gradient_exchange, routing=self.routing, form=self.form,
+                optimizer=self._of, factor=factor_of(self._of()), batches=self._batches,
+            )  # fmt: skip
+        self.local.check(variables)
+
+    def _step_for(
+        self, specs: tuple[Spec | None, ...], variables: Sequence[Any], among: Sequence[Any] | None
+    ) -> ReducedStep:
+        """The step that exchanges such gradients of these variables. It is made at the first call, a collective one."""
+        # With the variables' numbers if something is added up or kept back by codecs: others may have the same shapes.
+        key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.routing.keeps else ())
+        if key not in self.steps:
+            self._drop_those_gone()
+            self.steps[key] = ReducedStep(self, specs, variables, place=self._place(specs, variables, among))
+        if self.routing.keeps and self.succeeds:
+            take_over(self.steps[key], variables)
+        return self.steps[key]
 
     def _drop_those_gone(self) -> None:
         """Forgets steps of variables that are no longer alive, as of earlier models."""

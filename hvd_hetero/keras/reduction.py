@@ -56,14 +56,14 @@ def allreduce(
     *,
     process_set: Any = None,
 ) -> Any:
-    """The mean over ranks (or their sum, least or greatest, by `op`) as a numpy array; of a number, one of numpy's. A
-    collective call.
+    """The mean over ranks (or their sum, minimum or maximum, by `op`) as a numpy array; of a number, a numpy scalar.
+    A collective call.
 
     Args:
-        value: a number, an array or a tensor, of one shape on all ranks. Whole numbers come back as float64 where they
-            are averaged or multiplied.
-        name: the operation's, the same on all ranks.
-        average: Horovod's older word for `op`: True is hvd.Average, False is hvd.Sum.
+        value: a number, an array or a tensor, of the same shape on all ranks. Whole numbers that are averaged or
+            multiplied come back as float64.
+        name: the name of the operation, the same on all ranks.
+        average: Horovod's older argument for `op`: True is hvd.Average, False is hvd.Sum.
         prescale_factor, postscale_factor: multiply before the reduction and after it.
         op: hvd.Average (default), Sum, Min or Max.
         compression: hvd.Compression.none; or fp16: floating values are reduced as float16, and come back in their own
@@ -90,10 +90,11 @@ def allreduce(
 def reducescatter(value: Any, name: str | None = None, op: Any = None, *, process_set: Any = None) -> Any:
     """This rank's rows of the mean over ranks (or of their sum, by `op`) as a numpy array. A collective call.
 
-    Of n rows the first n % size ranks get one more.
+    Ranks get as many rows each; what is left of n rows, n % size, goes to the first ranks, one each.
 
     Args:
-        value: an array or a tensor, of one shape on all ranks. Whole numbers that are averaged come back as float64.
+        value: an array or a tensor, of the same shape on all ranks. Whole numbers that are averaged come back as
+            float64.
         name, process_set: as of `allreduce`.
         op: hvd.Average (default) or Sum.
 

@@ -1,4 +1,4 @@
-"""Reads samples by number from a tf.data.Dataset, which has no numbers for them, or from one for each epoch."""
+"""Reads samples by number from a tf.data.Dataset, which only gives them in order; there may be one for each epoch."""
 
 from __future__ import annotations
 

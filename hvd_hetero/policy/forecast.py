@@ -128,7 +128,7 @@ def forecasts(
         best = min(best, replace(found[0], way=Way.BEST), key=lambda each: each.prediction.period_s)
     found.append(best)
     local = predict_local(models, balanced, round_steps=round_steps, merge_s=exchange_s, jitters=steady,
-                          micro_batch=caps, meet=True)
+                          micro_batch=caps)
     found.append(Forecast(way=Way.LOCAL, shares=balanced, prediction=local))
     usual = max(1, global_batch_size // len(models))
     slowest = sorted(ranks, key=lambda rank: -models[rank].time_s(usual, caps[rank]))

@@ -111,10 +111,10 @@ def drift_ratio(spread_sum: float, weight_sum: float, mean_square: float) -> flo
     if not (math.isfinite(weight_sum) and weight_sum > 0.0):
         raise ValueError("weight_sum: expected a finite number above 0; nobody contributed to this merge. "
                          f"Received: {weight_sum}.")
-    is_local = max(spread_sum / weight_sum - mean_square, 0.0)      # below 0 only by rounding
+    variance = max(spread_sum / weight_sum - mean_square, 0.0)      # below 0 only by rounding
     if mean_square == 0.0:
-        return math.inf if is_local > 0.0 else 0.0
-    return math.sqrt(is_local / mean_square)
+        return math.inf if variance > 0.0 else 0.0
+    return math.sqrt(variance / mean_square)
 
 
 def noise_ratio(ranks: int) -> float:

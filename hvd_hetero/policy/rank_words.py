@@ -17,13 +17,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def by_rank(values: Sequence[object]) -> str:
+def by_rank(values: Sequence[object], ranks: Sequence[int] | None = None) -> str:
     """What ranks gave, for an error: "rank 0: 5; ranks 1 to 3: 6". Ranks that gave the same are named together.
 
     Args:
-        values: one of each rank, by rank, which are compared as texts.
+        values: one of each rank, in order, which are compared as texts.
+        ranks: their numbers in the job; None: from 0.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
-    return "; ".join(f"{ranks_text(those)}: {value}" for value, those in ranks.items())
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        found.setdefault(str(value), []).append(rank)
+    return "; ".join(f"{ranks_text(those)}: {value}" for value, those in found.items())

@@ -7,7 +7,7 @@ time in which a rank is stopped:
     local          sum_i b_i (1 - f_i) / t_i(b_i)
                    times bound / merge if a merge takes longer than the bound: the time for which a rank goes on without
                    a merge; with a bound of 0, times round / (round + merge)
-                   at most B / max_i t_i(b_i) if ranks meet after equally many steps, as at the end of an epoch
+                   at most B / max_i t_i(b_i), as ranks make equally many steps in an epoch, and meet at its end
 
 Samples per second are not progress: a synchronous step is exact, and local steps between merges are each worth a little
 less. So synchronous training is chosen if it is nearly as fast as local SGD, and it is left only if it is clearly
@@ -75,8 +75,11 @@ def predict_synchronous(models: Sequence[SpeedModel], shares: Sequence[int], *, 
 
 def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round_steps: int,
                   bound_rounds: float | None = None, merge_s: float = 0.0, jitters: Sequence[Jitter] | None = None,
-                  micro_batch: Sequence[int | None] | None = None, meet: bool = False) -> Prediction:
+                  micro_batch: Sequence[int | None] | None = None) -> Prediction:
     """The predicted speed of local SGD, in which ranks go on with local steps while they merge.
+
+    All ranks make equally many steps in an epoch, which is dealt in global batches, and wait for the slowest at its
+    end. Stops are left out of that wait, because shares adapt to them with local steps.
 
     Args:
         models: the speed model of each rank.
@@ -88,8 +91,6 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
         merge_s: seconds of one merge.
         jitters: by rank; None: all ranks are steady.
         micro_batch: by rank, the most samples of one pass; None: no limit.
-        meet: whether all ranks make equally many steps, as in an epoch that is dealt in global batches, and wait for
-            the slowest at its end. Stops are left out of that wait, because shares adapt to them with local steps.
     """
     if not (math.isfinite(merge_s) and merge_s >= 0.0):
         raise ValueError(f"merge_s: expected a finite number, 0 or more. Received: {merge_s}.")
@@ -103,7 +104,7 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     round_s = max(computing_s, merge_s) if bound_rounds else computing_s + merge_s
     busy = min(1.0, max(1.0, bound_rounds) * computing_s / round_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
-    most = sum(samples) / max(times_s) if meet else math.inf
+    most = sum(samples) / max(times_s)
     return Prediction(strategy=LOCAL, samples_per_s=min(rate * busy, most), period_s=round_s, round_lengths=steps)
 
 

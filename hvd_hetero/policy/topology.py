@@ -19,7 +19,7 @@ import numpy as np
 from .link import Link
 
 # The least ratio of bandwidths that separates nodes. With less than 2 between the levels, an all-reduce in two levels
-# gains little (FORMULAE 5), and two measurements of one kind of link may differ by nearly as much on a busy machine.
+# gains little, and two measurements of one kind of link may differ by nearly as much on a busy machine.
 SIGNIFICANT_GAP = 2.0
 # The same between ranks that give the same host identity. They share memory, and the noise of shared cores makes their
 # pairs differ by up to 4. If the identity is wrong, and a wire separates them, that is slower by 8 or more.

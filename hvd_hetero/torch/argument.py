@@ -55,14 +55,13 @@ def check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises TypeError for an `optimizer=` that is none, as a model."""
+    """Raises TypeError for an `optimizer=` that is not an optimizer, but a model, say."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
 
 
 def check_broadcast(params: Any) -> None:
-    """Raises TypeError for `params` of a broadcast that are no tensors, as a model by itself, or an optimizer's state.
-    """
+    """Raises TypeError for `params` of a broadcast that are not tensors, but a model, say, or an optimizer's state."""
     items = params.items() if isinstance(params, Mapping) else params
     wrong = "" if isinstance(items, Iterable) else f"a {type(items).__name__}"
     for each in () if wrong else items:
@@ -78,7 +77,7 @@ def check_broadcast(params: Any) -> None:
 
 
 def check_named_parameters(named: Any) -> None:
-    """Raises TypeError for what holds no names and parameters, as a model by itself, which Horovod would iterate over.
+    """Raises TypeError for what does not hold names and parameters, such as a model, which Horovod would iterate over.
     """
     if isinstance(named, torch.nn.Module) or not isinstance(named, Iterable):
         raise TypeError(

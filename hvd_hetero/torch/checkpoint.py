@@ -24,21 +24,21 @@ class Checkpoint(checkpoint.Checkpoint):
                 optimizer.step()
                 checkpoint.step()
 
-    A job that goes on from it on the same ranks, with fixed shares, computes what it would have computed uninterrupted,
-    bit for bit (except for random numbers drawn by the workers of a loader, which start afresh). On other hardware, or
+    A job that is resumed on the same ranks, with fixed shares, computes what it would have computed uninterrupted, bit
+    for bit (except for random numbers drawn by the workers of a loader, which start afresh). On other hardware, or
     another number of ranks, it goes on with the same samples and the same model.
 
     When a rank is told to end (SIGTERM), all ranks save at the same step and end with exit status 75; in an elastic job
     that rank leaves at the next commit instead. Constructing one is a collective call, also for a rank that joins.
 
     Args:
-        path: of the file. Hosts that share no folder have one each, of which the newest is used.
-        state: what is kept.
-        every_steps: `step` saves after so many steps; None: only when the job has to end.
+        path: the file. Hosts that share no folder have a file each, of which the newest is used.
+        state: what is saved and restored.
+        every_steps: `step` saves after every so many steps; None: only when the job has to end.
 
     Raises:
-        ValueError: on every rank, where `every_steps` is no such number, or differs between ranks.
-        CheckpointError: on every rank, where `every_steps` is given and rank 0 cannot write to `path`.
+        ValueError: on every rank, if `every_steps` is not an integer of at least 1, or differs between ranks.
+        CheckpointError: on every rank, if `every_steps` is given and rank 0 cannot write to `path`.
     """
 
     def __init__(self, path: str | os.PathLike[str], state: TorchState, *, every_steps: int | None = None) -> None:

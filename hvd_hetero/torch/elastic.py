@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class TorchState(JobState):
-    """What a job commits, goes back to, and hands to ranks that join.
+    """The state of an elastic job: what it commits, goes back to after a failure, and sends to ranks that join.
 
     Args:
         model, optimizer: of this job.
         values: whatever else has `state_dict()` and `load_state_dict()` (more models and optimizers, schedulers,
             loaders), and plain values (`epoch=0`). They are attributes of this object. What was made with the
-            optimizer's balancer is kept without being named, even if it is made after this state. Samplers without a
-            state, datasets and loaders stay each rank's own.
+            optimizer's balancer is kept without being named, even if it is made after this state. Samplers, datasets
+            and loaders that have no state are neither kept nor sent.
 
     Raises:
         TypeError: `model` or `optimizer` has no `state_dict()`.
@@ -121,8 +121,8 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     """Decorates `train(state, ...)`: it is called anew, with the state of the last commit, whenever ranks have died,
     joined or left.
 
-    Outside of it, ranks make the same objects in the same order – balancer, loaders, optimizers –, keep them, and call
-    nothing else that is collective: a rank that joins makes them while those that stay rebuild theirs.
+    Before it is called, every rank makes the same objects (balancer, loaders, optimizers) in the same order, keeps
+    them, and makes no other collective call: a rank that joins makes its objects while the others rebuild theirs.
     """
     recoverable = (horovod.HorovodInternalError, PeerError)
     return binding.elastic_run("torch", train, gone=lambda error: isinstance(error, recoverable))

@@ -16,11 +16,11 @@ from .stream import WRAPPED, OwnSamples
 
 
 class EvaluationDataLoader:
-    """Batches of a dataset, every sample on one rank: as many on each as its share says, in their order.
+    """This rank's part of a dataset, in batches. Parts are in proportion to the shares, and each sample is in one part.
 
-    For validation, which on unlike ranks would otherwise take as long as the slowest one needs for an equal part.
-    Nothing is exchanged meanwhile, and ranks may have different numbers of batches, or none: sum what you count, and
-    divide once.
+    For validation, which with equal parts would take as long as the slowest rank needs for its part. Nothing is
+    exchanged meanwhile, and ranks may have different numbers of batches, or none. So sum losses and counts on each
+    rank, sum these over all ranks, and divide once.
 
         total = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():

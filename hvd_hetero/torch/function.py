@@ -243,7 +243,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, of any types, sent pickled. A collective call."""
+    """The objects of all ranks, of any types, as a list; sent pickled. A collective call."""
     return payload.gather_objects(HorovodEngine(), obj, name=name or "allgather_object", pickle=_pickle)
 
 

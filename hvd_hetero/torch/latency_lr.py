@@ -28,7 +28,7 @@ class LatencyAwareLR:
         latency_lr = hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=256, warmup_steps=500)
 
     Constructing one is a collective call, before or after wrapping in `DistributedOptimizer`; with a second one on the
-    same optimizer, the first has no effect any more. Steps are exchanges between ranks.
+    same optimizer, the first has no effect any more. Its steps are counted in exchanges between ranks.
 
     Args:
         optimizer: the one that `hvd.DistributedOptimizer(optimizer, balancer=balancer)` returned, or will wrap.

@@ -57,19 +57,20 @@ def DistributedOptimizer(
     Without `balancer` this is Horovod's own `DistributedOptimizer`; its arguments mean what they mean there. With one,
     ranks may take unequal shares, and when `backward()` returns every `p.grad` is the gradient of the mean loss over
     the whole global batch: g = sum_i n_i g_i / sum_i n_i, with n_i the samples (or, after `balancer.count(n)`, the
-    loss terms) of rank i. `op=Sum` multiplies it by the number of ranks, and `backward_passes_per_step=k` over k
-    batches by k: Horovod's sum, where the batches are of one size; in unlike ones all terms count alike here.
+    loss terms) of rank i. `op=Sum` multiplies it by the number of ranks. `backward_passes_per_step=k` gives k times the
+    mean over all terms of k batches, which is Horovod's sum over them if they are of one size.
 
     A topology, or one of our codecs as `compression`, works with a balancer and without; without one, every rank's
     gradient counts alike, as in Horovod, and is there when `backward()` returns.
 
-    It has Horovod's `synchronize()` and `skip_synchronize()`. With a local strategy, `merge(model=None)`, a collective
-    call, brings the models of all ranks to one, in which every step counts once; with `model`, its buffers too.
+    It has Horovod's `synchronize()` and `skip_synchronize()`. With a local strategy it also has `merge(model=None)`, a
+    collective call after which all ranks hold one model, with every step of every rank in it; with `model`, its buffers
+    are merged as well.
 
     Args:
         optimizer: the optimizer of the script; the returned one shares its state and its parameter groups.
         named_parameters: names for Horovod's operations. With a balancer, a topology or a codec of ours they are only
-            checked: every parameter of the optimizer has one of its own.
+            checked: they have to be unique, with one for every parameter of the optimizer.
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
         backward_passes_per_step: calls of `backward()` for each `step()`.
         op: `hvd.Average` or `hvd.Sum`; others only without a balancer, a topology and a codec of ours.
@@ -185,24 +186,25 @@ def DistributedOptimizer(
         )
 
     release_plain(optimizer)
+    reducer = reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step)
+    distributed = _subclassed(optimizer, _reducer=reducer, _reducer_of=reducer_of, _balancer=weights)
+    reducer.follow(distributed)
+    reduces(distributed)
+    weights.engine.on_reset_end(distributed._rebuild)
+    return distributed
+
+
+def _subclassed(optimizer: torch.optim.Optimizer, **attributes: Any) -> Distributed:
+    """An optimizer with the methods of `methods_of` and these `attributes`. Its class is derived from that of
+    `optimizer`, and it shares its state and parameter groups: a scheduler made before goes on working."""
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state recognises a distributed optimizer by its module, and then steps the base.
     methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}
-    # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept. Without
-    # what the wrapped one alone is to hold: the balanced optimizer before this one would live as long as this one.
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
+    # Without what the wrapped one alone is to hold: the balanced optimizer before this one would live as long as this.
     own = ("step", BALANCED, PLACE)
     distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in own})
-    distributed.__dict__.update(
-        _reducer=reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step),
-        _reducer_of=reducer_of,
-        _balancer=weights,
-        _wrapped=optimizer,
-        _should_synchronize=True,
-    )
-    distributed._reducer.follow(distributed)
-    reduces(distributed)
-    weights.engine.on_reset_end(distributed._rebuild)
+    distributed.__dict__.update(attributes, _wrapped=optimizer, _should_synchronize=True)
     return distributed  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,5 @@
-"""Cuts batches by samples, however they nest their tensors and arrays: one with as many rows as samples has one row for
-each."""
+"""Cuts batches by samples, however they nest their tensors and arrays: those with as many rows as the batch has samples
+are taken to have one row per sample."""
 
 from __future__ import annotations
 

@@ -19,10 +19,11 @@ def _check_whole(balancer: Balancer) -> None:
     """Raises RuntimeError, on all ranks, if a rank may have several micro-batches, and so call a layer more often for a
     batch than another rank."""
     if divided := balancer.arguments.divided:
-        caps = ", ".join(f"{balancer.arguments.micro_caps[rank]} on rank {rank}" for rank in divided)
+        caps, ranks = balancer.arguments.micro_caps, balancer.engine.ranks
+        found = ", ".join(f"{caps[rank]} on rank {ranks[rank]}" for rank in divided)
         raise RuntimeError(
             "Expected each rank's batch in one piece, because SyncBatchNorm's statistics are over all ranks' rows at "
-            f"once. Received: max_micro_batch={caps}, where a share may be larger. Give max_share instead, or use a "
+            f"once. Received: max_micro_batch={found}, where a share may be larger. Give max_share instead, or use a "
             "normalisation within samples (GroupNorm, LayerNorm)."
         )
 
@@ -46,9 +47,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         process_set: the ranks (default: the balancer's, or all).
-        balancer: knows over how many terms each rank's loss is a mean, where `balancer.count()` says so, as with masked
-            samples; without it, gradients are weighted by rows. A rank that has rows and not one term takes part in
-            the statistics, and what flows back through them to its rows is left out.
+        balancer: knows over how many terms each rank's loss is a mean, as `balancer.count()` says for masked samples;
+            without it, gradients are weighted by rows. A rank with rows but without a loss term takes part in the
+            statistics, but gets no gradients through them.
 
     Raises:
         TypeError: `balancer` is not a balancer, or `eps` or `process_set` is one.

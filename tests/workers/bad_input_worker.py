@@ -130,7 +130,9 @@ def table(folder):
     """Name, what is called, a part of the error's text on all ranks; or of that on the last rank, and then, if the
     mistake is that rank's alone, of that on all others, which the last rank's has not."""
     first, last, size = hvd.rank() == 0, hvd.rank() == hvd.size() - 1, hvd.size()
-    elsewhere = "Expected valid arguments on every rank. Received: wrong ones on rank 2, whose error says which."
+
+    def elsewhere(text):
+        return f"ValueError: Expected valid arguments on every rank. Received: rank 2: wrong arguments ({text}"
 
     def optimizer(name, text, made=optimizer_of, **wrong):
         """An optimizer that the last rank alone makes with wrong arguments. Its error begins with `text`."""
@@ -139,8 +141,8 @@ def table(folder):
 
     def loader(name, text, make=lambda **options: hvd.BalancedDataLoader(**{"dataset": data_of(), **options}), **wrong):
         """The same of a loader."""
-        said = f"ValueError: Expected valid arguments on every rank. Received: rank 2: wrong arguments ({text}"
-        return name, lambda: make(balancer=hvd.Balancer(WHOLE), **(wrong if last else {})), f"Error: {text}", said
+        options = wrong if last else {}
+        return name, lambda: make(balancer=hvd.Balancer(WHOLE), **options), f"Error: {text}", elsewhere(text)
 
     def by_a_codec(**options):
         """An optimizer without a balancer."""
@@ -150,15 +152,18 @@ def table(folder):
     return [
         ("global batches differ", lambda: hvd.Balancer(WHOLE + last), "global_batch_size: expected the same"),
         ("a global batch below the ranks", lambda: hvd.Balancer(size - 1), "expected at least"),
-        ("a global batch that is no number", lambda: hvd.Balancer("64" if last else 64), "integer", elsewhere),
-        ("a negative share", lambda: hvd.Balancer(WHOLE, min_share=-1 if last else 1), "min_share", elsewhere),
-        ("bounds that cross", lambda: hvd.Balancer(WHOLE, min_share=5, max_share=2 if last else 8), "max_share", elsewhere),
+        ("a global batch that is no number", lambda: hvd.Balancer("64" if last else 64), "Error: global_batch_size",
+         elsewhere("global_batch_size: expected an integer")),
+        ("a negative share", lambda: hvd.Balancer(WHOLE, min_share=-1 if last else 1), "Error: min_share",
+         elsewhere("min_share")),
+        ("bounds that cross", lambda: hvd.Balancer(WHOLE, min_share=5, max_share=2 if last else 8), "Error: max_share",
+         elsewhere("max_share")),
         ("memory for less than the batch", lambda: hvd.Balancer(WHOLE, max_share=2), "hold"),
         ("a share above a memory cap", lambda: hvd.Balancer(WHOLE, shares=[WHOLE - size + 1] + [1] * (size - 1),
                                                             max_share=5), "memory"),
-        ("a quantum of nothing", lambda: hvd.Balancer(WHOLE, quantum=0 if last else 1), "quantum", elsewhere),
-        ("too few shares", lambda: hvd.Balancer(WHOLE, shares=[WHOLE] if last else [WHOLE // size] * size), "one share for",
-         elsewhere),
+        ("a quantum of nothing", lambda: hvd.Balancer(WHOLE, quantum=0 if last else 1), "Error: quantum", elsewhere("quantum")),
+        ("too few shares", lambda: hvd.Balancer(WHOLE, shares=[WHOLE] if last else [WHOLE // size] * size),
+         "Error: shares", elsewhere("shares: expected one share for")),
         ("shares differ", lambda: hvd.Balancer(WHOLE, shares=[4 + last, 4, 4 - last]), "shares: expected the same"),
         ("shares that are not the batch", lambda: hvd.Balancer(WHOLE, shares=[1] * size), "sum"),
         ("some adapt", lambda: hvd.Balancer(WHOLE, adaptive=first), "adaptive: expected the same"),

@@ -15,11 +15,13 @@ from ..reducer import reducer_of
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
 
-    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN, or
-    are in lists, tuples and dicts that are. This happens before the first step, or right after it for a model that is
-    built by that step. Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks,
-    unless a script gives all the same seed; gradients of local steps that its optimizer has added up for the next
-    update; and what local steps have made of the trained variables and of the optimizer's, until they are merged.
+    Its optimizers are the one that it was compiled with, and those that are attributes of the model, as in a GAN, also
+    within lists, tuples and dicts. The broadcast is before the first step; for a model that is built by that step, it
+    is right after it.
+
+    Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks, unless a script gives
+    all the same seed. Under a local strategy it also keeps gradients that its optimizer has accumulated for the next
+    update, and what local steps have made of variables, until they are merged.
 
     Args:
         root_rank: the rank whose variables all get.

@@ -26,7 +26,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__()
         self._given = self._optimizer = optimizer
-        self._is_local = False  # whether there were batches since the last merge
+        self._unmerged = False  # whether there were batches since the last merge
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and checks it.
@@ -44,7 +44,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes that there are local steps to merge."""
-        self._is_local = True
+        self._unmerged = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Merges before a validation, and before an evaluation."""
@@ -63,6 +63,6 @@ class LocalSGDCallback(keras.callbacks.Callback):
         self._merge()
 
     def _merge(self) -> None:
-        if self._is_local:
+        if self._unmerged:
             self._optimizer.merge(self.model)
-            self._is_local = False
+            self._unmerged = False
