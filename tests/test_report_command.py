@@ -701,6 +701,6 @@ def test_a_report_says_that_two_jobs_wrote_one_record_at_a_time(tmp_path, capsys
     for name in ("rank-00000.jsonl", "rank-00001.jsonl"):
         first, second = ((tmp_path / job / name).read_text().splitlines(keepends=True) for job in ("a", "b"))
         (tmp_path / "both" / name).write_text("".join(first[:30] + second[:30] + first[30:] + second[30:]))
-    words = "Several jobs have written the records of ranks 0, 1 at a time"
+    words = "have written the records of ranks 0, 1 at a time"
     assert main(["report", str(tmp_path / "both")]) == 0 and words in capsys.readouterr().out
     assert main(["report", str(tmp_path / "a")]) == 0 and words not in capsys.readouterr().out

@@ -157,8 +157,8 @@ def advice(report: Report) -> list[str]:
     """What slows the run and what helps, one sentence each, the most important first; never empty."""
     waits, said = report.waits, []
     if mixed := [number for number, rank in report.run.ranks.items() if rank.mixed]:
-        said.append(f"Several jobs have written the records of {ranks_text(mixed)} at a time, so no number here is "
-                    "that of a job: give each a folder of its own.")
+        said.append(f"Several jobs, or balancers, have written the records of {ranks_text(mixed)} at a time, so no "
+                    "number here is right: give each a folder of its own.")
     if waits.waited_part * report.synchronous_fraction >= WORTH_WAITING:
         said.append(_waiting_advice(waits, local=report.merges > 0))
     said += _local_step_advice(report)
