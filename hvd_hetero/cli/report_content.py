@@ -140,7 +140,7 @@ def headline(report: Report) -> str:
     gone = report.run.gone
     summaries = [each for each in report.summaries if each.rank not in gone]
     samples_per_s = sum(summary.samples_per_s for summary in summaries)
-    words = f"{report.run.folder}: {len(summaries)} ranks"
+    words = f"{report.run.folder}: {len(summaries)} rank{'s' * (len(summaries) != 1)}"
     if gone:
         words += f" (and {len(gone)} that left)"
     words += f", {report.steps} steps, {rate_text(samples_per_s)} samples/s"
