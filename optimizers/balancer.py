@@ -398,7 +398,11 @@ class Balancer:
         Raises:
             TypeError, ValueError: `state` is not that of a balancer, or of another global batch size.
         """
+        before = self.step
         self._load(state)
+        if self.step < before:  # within a job, as by a script's own `state.restore()`
+            self.step_timer.read()  # what it tells is of the steps before
+            self.record.go_back(self.rank)
         self.record.plans(self.plans_ahead)
 
     def _load(self, state: dict[str, Any]) -> None:

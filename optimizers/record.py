@@ -95,10 +95,15 @@ class Record:
 
     def ranks(self, engine: Engine, *, step: int) -> None:
         """Records this rank's number and how many ranks there are, after an elastic reset. The trace goes on in the
-        file of the new number, and plans are written to it again."""
+        file of the new number, as `go_back` says."""
+        self.go_back(engine.rank)
+        self.event("ranks", rank=engine.rank, size=engine.size, step=step)
+
+    def go_back(self, rank: int) -> None:
+        """Begins a new session in the file of `rank`: for readers, its steps replace those that were recorded before.
+        Plans are written again."""
         if self.trace is not None:
-            self.trace.restart(engine.rank)
-            self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)
+            self.trace.restart(rank)
             self._told.clear()
 
 

@@ -1,6 +1,8 @@
 """Initialising Horovod: who chooses its settings."""
 
 import contextlib
+import os
+import subprocess
 import sys
 import time
 import types
@@ -211,3 +213,34 @@ def test_a_rank_that_others_wait_for_elsewhere_ends_without_a_farewell():
 
     began = time.monotonic()
     assert World(2).run(program)[0] < farewell.LIMIT_S / 2
+
+
+STARTS_ANOTHER = """
+import multiprocessing
+import sys
+import types
+
+from hvd_hetero.engine import binding
+
+if __name__ == "__main__":
+    other = multiprocessing.get_context(sys.argv[1]).Process(target=print, args=("started",))
+    other.start()
+    other.join()
+    sys.exit(other.exitcode)
+binding._class = lambda framework: types.SimpleNamespace(binding="types")
+binding._come_together = lambda framework: print("initialised", framework)
+binding.init("torch")
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "taken"), [("spawn", 2, False), ("forkserver", 2, False), ("spawn", 1, True)]
+)
+def test_a_process_that_imports_the_script_of_a_rank_does_not_take_its_place(tmp_path, method, size, taken):
+    """As a loading process does, from Python 3.14 on. In a job of one rank, it has no place to take."""
+    script = tmp_path / "train.py"
+    script.write_text(STARTS_ANOTHER)
+    env = {**os.environ, "HOROVOD_SIZE": str(size)}
+    ran = subprocess.run([sys.executable, str(script), method], env=env, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode == 0) == ("initialised torch" in ran.stdout) == ("started" in ran.stdout) == taken
+    assert ('under `if __name__ == "__main__":`' in ran.stderr) == (not taken)

@@ -492,7 +492,8 @@ def test_a_plan_does_not_take_one_plans_step_time_for_anothers(tmp_path, capsys)
 def test_a_report_of_one_rank_has_nothing_to_say_of_waiting(tmp_path, capsys):
     record(tmp_path, speeds=(0.001,), shares=(32,), exchange=0.0)
     assert main(["report", str(tmp_path)]) == 0
-    assert "Nothing stands out" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Nothing stands out" in said and ": 1 rank, 60 steps" in said
 
 
 def resumed(folder, *, size=2, steps=60, first=0.0, after=60):
@@ -692,3 +693,15 @@ def test_tables_fit_the_terminal_that_somebody_sees(size, variables, least, most
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
     widths = [len(line) for line in lines if line.startswith("┃")]
     assert widths and least <= max(widths) <= most, text.decode()
+
+
+def test_a_report_says_that_two_jobs_wrote_one_record_at_a_time(tmp_path, capsys):
+    for job in ("a", "b"):
+        record(tmp_path / job)
+    (tmp_path / "both").mkdir()
+    for name in ("rank-00000.jsonl", "rank-00001.jsonl"):
+        first, second = ((tmp_path / job / name).read_text().splitlines(keepends=True) for job in ("a", "b"))
+        (tmp_path / "both" / name).write_text("".join(first[:30] + second[:30] + first[30:] + second[30:]))
+    words = "have written the records of ranks 0, 1 at a time"
+    assert main(["report", str(tmp_path / "both")]) == 0 and words in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "a")]) == 0 and words not in capsys.readouterr().out

@@ -687,3 +687,23 @@ def test_a_clock_that_is_set_back_holds_up_no_line(tmp_path):
         clock.now += 1.1
         trace.step(step=step, samples=1)
     assert len(read(tmp_path).ranks[0].steps) >= 19
+
+
+def test_what_a_script_does_again_after_going_back_replaces_the_first_time(tmp_path):
+    """As after `state.restore()`, within one process."""
+    balancer = Balancer(SoloEngine(), global_batch_size=4, trace=Trace(tmp_path, rank=0, clock=Clock()))
+
+    def train(steps):
+        for _ in range(steps):
+            balancer.begin(4)
+            balancer.exchanged(wait_s=0.0, bytes_sent=0, leads=True)
+
+    train(5)
+    state = balancer.state_dict()
+    train(3)
+    balancer.load_state_dict(state)
+    train(2)
+    balancer.record.flush()
+    found = read(tmp_path)
+    assert found.ranks[0].steps.step.tolist() == list(range(7)) and found.ranks[0].session_starts == {0, 5}
+    assert len(found.plans) == 1

@@ -140,7 +140,7 @@ def headline(report: Report) -> str:
     gone = report.run.gone
     summaries = [each for each in report.summaries if each.rank not in gone]
     samples_per_s = sum(summary.samples_per_s for summary in summaries)
-    words = f"{report.run.folder}: {len(summaries)} ranks"
+    words = f"{report.run.folder}: {len(summaries)} rank{'s' * (len(summaries) != 1)}"
     if gone:
         words += f" (and {len(gone)} that left)"
     words += f", {report.steps} steps, {rate_text(samples_per_s)} samples/s"
@@ -156,6 +156,9 @@ def headline(report: Report) -> str:
 def advice(report: Report) -> list[str]:
     """What slows the run and what helps, one sentence each, the most important first; never empty."""
     waits, said = report.waits, []
+    if mixed := [number for number, rank in report.run.ranks.items() if rank.mixed]:
+        said.append(f"Several jobs, or balancers, have written the records of {ranks_text(mixed)} at a time, so no "
+                    "number here is right: give each a folder of its own.")
     if waits.waited_part * report.synchronous_fraction >= WORTH_WAITING:
         said.append(_waiting_advice(waits, local=report.merges > 0))
     said += _local_step_advice(report)

@@ -103,7 +103,9 @@ def _noteworthy(run: Run) -> list[str]:
     for _, _, rank, event in sorted(events, key=lambda each: each[:3]):
         fields = event.fields
         if event.kind == "ranks":
-            lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")
+            size = fields.get("size", "?")
+            there = "was 1 rank" if size == 1 else f"were {size} ranks"
+            lines.append(f"After step {fields.get('step', '?')} there {there}.")
         elif event.kind == "parameters":
             lines.append(f"Parameters of {ranks_text(fields.get('ranks', []))} were off by rounding, and mended.")
         elif event.kind == "links" and "reason" in fields:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import multiprocessing
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import elastic, farewell
 from .build import installed_build
-from .environment import gloo_allreduce, is_elastic, prepare_init, prepare_wait, started, started_otherwise
+from .environment import gloo_allreduce, is_elastic, launched, prepare_init, prepare_wait, started, started_otherwise
 from .port import Engine
 from .stderr import tell
 from .version import check_versions, versions
@@ -70,12 +71,32 @@ def init(framework: str, *args: Any, **kwargs: Any) -> None:
     Args:
         framework: "torch" or "tensorflow".
         args, kwargs: those of `horovod.init`.
+
+    Raises:
+        RuntimeError: this process imports the script of a rank that has started it.
     """
+    _check_process()
     binding = importlib.import_module(_class(framework).binding)
     if framework in _together and binding.is_initialized():
         binding.init(*args, **kwargs)
     else:
         _come_together(framework, *args, **kwargs)
+
+
+def _check_process() -> None:
+    """Raises RuntimeError in a process that imports the script once more because a rank has started it ("spawn",
+    "forkserver"), as to load data: it would come to the other ranks in that one's place, and wait for what never comes.
+
+    In a job of one rank it may initialise a Horovod of its own, as without this package.
+    """
+    importing = getattr(multiprocessing.current_process(), "_inheriting", False)  # as `multiprocessing.spawn` asks
+    if importing and (launched() or is_elastic()):
+        raise RuntimeError(
+            "Expected init() in the process of a rank. Received: a call in one that the rank has started, as to load "
+            "data, and that imports the script once more. Put init() and all that follows it into a function, and call "
+            'that under `if __name__ == "__main__":`. From Python 3.14 on, a script whose loaders have num_workers '
+            "needs that."
+        )
 
 
 def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:

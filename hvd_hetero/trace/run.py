@@ -52,6 +52,11 @@ class RankRun:
         return self.hosts.keys()
 
     @property
+    def mixed(self) -> bool:
+        """Whether several processes have written the record at a time: within a session, steps only go on."""
+        return bool((np.diff(self.steps.step) < 0).any())
+
+    @property
     def newest(self) -> Table:
         """The rank's last steps with samples."""
         steps = self.steps[-NEWEST:]
