@@ -10,7 +10,10 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
+from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.optimizers.unused_balancer import UnusedBalancerCheck
+
+from .loss import mean_over_ranks
 
 # Horovod's optimizer around each optimizer that a script made.
 _MADE_OF: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -66,8 +69,9 @@ def release_plain(optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> Any:
-    """Horovod's own `DistributedOptimizer`, with four repairs: it takes bfloat16; it takes zero_grad(set_to_none); the
-    optimizer's state survives wrapping; schedulers go on changing the learning rates after a state was loaded."""
+    """Horovod's own `DistributedOptimizer`, with six repairs: it takes bfloat16; it takes zero_grad(set_to_none); the
+    optimizer's state survives wrapping; schedulers go on changing the learning rates after a state was loaded; the
+    gradients of a closure are reduced before the update; hooks of the step run once, when gradients are reduced."""
     release_plain(optimizer)
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         compression = _Widened(compression)
@@ -89,6 +93,32 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
         forgotten.check()
         original_synchronize(self)
 
+    original_step = getattr(cls.step, "__wrapped__", cls.step)  # without hooks, which the base class runs as well
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            return original_step(self)
+
+        def evaluated() -> Any:
+            self._synchronized = False
+            loss = closure()
+            if self._should_synchronize and not self._synchronized:
+                self.synchronize()
+            if not self.process_set.included():
+                return loss
+            # As with a balancer: an optimizer that decides by the loss, as LBFGS does, must decide alike on all ranks.
+            engine, kind = HorovodEngine(self.process_set), self.param_groups[0]["params"][0].dtype
+            return mean_over_ranks(loss, terms=1.0, engine=engine, name="hvd_hetero.closure", kind=kind)
+
+        if self._handles:
+            self.synchronize()  # of a backward pass before the step; zero_grad() in the closure would raise
+        result = super(cls, self).step(evaluated)
+        self._synchronized = False
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # or PyTorch would run the hooks of the step here, too
     cls.zero_grad, cls.load_state_dict, cls.synchronize = zero_grad, load_state_dict, synchronize
+    if not hasattr(distributed, "_starting_models"):  # Adasum's class makes the updates within backward()
+        cls.step = step
     _MADE_OF[optimizer] = weakref.ref(distributed)
     return distributed
