@@ -527,6 +527,34 @@ def closures_and_hooks_without_a_balancer_see_reduced_gradients():
     assert spread(train(by_lbfgs, hvd.size(), leaves=True).parameters()) == 0.0
 
 
+def parameters_that_come_later_without_a_balancer_are_reduced():
+    """A frozen layer is thawed, and another one is added; with groups and accumulation as well."""
+
+    def train(parts, passes=1, **options):
+        model, (x, y) = make_model(torch.float64), make_data(torch.float64, steps=8)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9)
+        if parts > 1:
+            named = [*model[0].named_parameters("0"), *model[2].named_parameters("2")]
+            optimizer = hvd.DistributedOptimizer(optimizer, named, backward_passes_per_step=passes, **options)
+        mine = block((WHOLE // parts,) * parts, hvd.rank() % parts)
+        for step in range(8):
+            if step == 2:
+                model[0].requires_grad_(True)
+            if step == 4:
+                optimizer.add_param_group({"params": model[4].parameters()})
+            nn.functional.cross_entropy(model(x[step, mine]), y[step, mine]).backward()
+            if step % passes == passes - 1:
+                optimizer.step()
+                model.zero_grad()
+        return model
+
+    for options in ({}, {"num_groups": 2}, {"passes": 2}):
+        found, expected = train(hvd.size(), **options), train(1, passes=options.get("passes", 1))
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            assert (p - q).abs().max() <= 1e-12, (options, (p - q).abs().max())
+
+
 def nan_on_one_rank_is_seen_by_all():
     model = make_model(torch.float32)
     balancer = hvd.Balancer(WHOLE)
