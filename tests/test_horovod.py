@@ -26,6 +26,8 @@ CHECKS = [
     "law_5_memory_formats",
     "law_5_the_memory_format_of_states",
     "optimizers_as_others_write_them",
+    "closures_and_hooks_without_a_balancer_see_reduced_gradients",
+    "parameters_that_come_later_without_a_balancer_are_reduced",
     "law_5_a_state_that_is_no_tensor",
     "law_5_what_rank_0_alone_has_loaded",
     "law_5_a_state_of_other_types_than_the_parameters",

@@ -403,25 +403,27 @@ def test_a_mean_is_over_all_parts_of_a_batch():
     assert World(2).run(program) == [[3.5, 3.5, 3.5, 1.0]] * 2
 
 
+@pytest.mark.parametrize("of_none", [torch.tensor(0.0), None], ids=["zero", "none"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
-def test_a_closure_that_a_rank_without_samples_leaves_early(make):
+def test_a_closure_that_a_rank_without_samples_leaves_early(make, of_none):
     def program(engine):
         balancer = hvd.Balancer(2, engine=engine, min_share=0)
-        weight = nn.Parameter(torch.ones(1))
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
         optimizer = hvd.DistributedOptimizer(make([weight], lr=0.25), balancer=balancer)
         x = torch.tensor([1.0, 3.0][: 2 - 2 * engine.rank])
         balancer.begin(len(x))
 
         def closure():
             optimizer.zero_grad()
-            loss = (x * weight.square()).mean() if len(x) else torch.tensor(0.0)
-            if len(x):
-                loss.backward()
+            if not len(x):
+                return of_none
+            loss = (x * weight.square()).mean()
+            loss.backward()
             return loss
 
         return optimizer.step(closure).item(), weight.item()
 
-    one = nn.Parameter(torch.ones(1))
+    one = nn.Parameter(torch.ones(1, dtype=torch.float64))
     plain = make([one], lr=0.25)
 
     def closure():

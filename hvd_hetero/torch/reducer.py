@@ -380,7 +380,8 @@ class GradientReducer:
         loss = self.passed(closure)
         self._phases.begin_anew()  # it may be called again
         name, terms = f"{self._gradient_exchange.name}.loss", self._balancer.progress.batch_terms
-        return mean_over_ranks(loss, terms=terms, engine=self._gradient_exchange.engine, name=name)
+        kind = self._parameters[0].dtype if self._parameters else None
+        return mean_over_ranks(loss, terms=terms, engine=self._gradient_exchange.engine, name=name, kind=kind)
 
 
 def _places_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.device], list[torch.dtype]]:

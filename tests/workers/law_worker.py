@@ -478,6 +478,83 @@ def optimizers_as_others_write_them():
     assert spread(model.parameters()) == 0.0
 
 
+def closures_and_hooks_without_a_balancer_see_reduced_gradients():
+    """Ranks with equal batches train as one process does: by closures, which a rank may leave without a loss, and with
+    a hook of the step that clips, also where the script waits for gradients itself."""
+
+    def train(make, parts, *, hook=False, waits=False, leaves=False):
+        model, (x, y) = make_model(torch.float64), make_data(torch.float64, steps=4)
+        optimizer, calls = make(model.parameters()), []
+        if parts > 1:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        mine = block((WHOLE // parts,) * parts, hvd.rank() % parts)
+
+        def clip(*_):
+            calls.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+        if hook:
+            optimizer.register_step_pre_hook(clip)
+        for step in range(4):
+
+            def closure():
+                optimizer.zero_grad()
+                if leaves and hvd.rank() % parts:
+                    return None
+                loss = nn.functional.cross_entropy(model(x[step, mine]), y[step, mine])  # noqa: B023
+                loss.backward()
+                if waits and parts > 1:
+                    optimizer.synchronize()
+                if waits:
+                    clip()
+                return loss
+
+            if hook:
+                closure()
+            optimizer.step(None if hook else closure)
+        assert len(calls) == 4 * (hook or waits), len(calls)
+        return model
+
+    def by_sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def by_lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+    for make, options in ((by_sgd, {}), (by_sgd, {"hook": True}), (by_sgd, {"waits": True}), (by_lbfgs, {})):
+        found, expected = train(make, hvd.size(), **options), train(make, 1, **options)
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            assert (p - q).abs().max() <= 1e-9, (options, (p - q).abs().max())
+    assert spread(train(by_lbfgs, hvd.size(), leaves=True).parameters()) == 0.0
+
+
+def parameters_that_come_later_without_a_balancer_are_reduced():
+    """A frozen layer is thawed, and another one is added; with groups and accumulation as well."""
+
+    def train(parts, passes=1, **options):
+        model, (x, y) = make_model(torch.float64), make_data(torch.float64, steps=8)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9)
+        if parts > 1:
+            named = [*model[0].named_parameters("0"), *model[2].named_parameters("2")]
+            optimizer = hvd.DistributedOptimizer(optimizer, named, backward_passes_per_step=passes, **options)
+        mine = block((WHOLE // parts,) * parts, hvd.rank() % parts)
+        for step in range(8):
+            if step == 2:
+                model[0].requires_grad_(True)
+            if step == 4:
+                optimizer.add_param_group({"params": model[4].parameters()})
+            nn.functional.cross_entropy(model(x[step, mine]), y[step, mine]).backward()
+            if step % passes == passes - 1:
+                optimizer.step()
+                model.zero_grad()
+        return model
+
+    for options in ({}, {"num_groups": 2}, {"passes": 2}):
+        found, expected = train(hvd.size(), **options), train(1, passes=options.get("passes", 1))
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            assert (p - q).abs().max() <= 1e-12, (options, (p - q).abs().max())
+
+
 def nan_on_one_rank_is_seen_by_all():
     model = make_model(torch.float32)
     balancer = hvd.Balancer(WHOLE)
