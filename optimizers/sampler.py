@@ -202,6 +202,12 @@ class ShareSampler:
         """The number of batches that are dealt and not yet used."""
         return len(self._dealt)
 
+    def leave_out(self) -> None:
+        """Says that nobody takes a batch that was dealt: those after it are dealt for earlier steps. It is pending
+        until `used` has counted it."""
+        with self._lock:
+            self._next -= 1
+
     def used(self) -> int:
         """Says that the oldest dealt batch is in use from now on. Returns this rank's number of samples in it."""
         with self._lock:

@@ -33,6 +33,9 @@ class Balancer(FrameworkFree):
         self.announced.clear()
         self.terms.clear()
 
+    def leave_out(self, by):
+        self.forget(ahead=False, by=by)
+
     def withdraw(self, by): ...
 
     def trained(self, by): ...

@@ -145,6 +145,61 @@ def test_a_loop_of_ones_own_goes_on_with_what_is_left_of_an_epoch():
     assert sorted(sum(World(3).run(program), [])) == sorted(3 * [*range(LENGTH)])
 
 
+def test_a_loop_of_ones_own_may_leave_batches_out():
+    """Those that it takes have their own samples, and those left out before or after one that it takes are used up."""
+
+    def program(engine, taken):
+        balancer, dealt = Balancer(engine), []
+        deal, balancer.deal = balancer.deal, lambda step: dealt.append(step) or deal(step)
+        dataset, seen = make(balancer), []
+        for _ in range(2):
+            for index, batch in enumerate(dataset):
+                seen += (mine := numbers(batch))
+                if index in taken:
+                    assert dealt[-1] == balancer.step + 1, "by the plan of the step that it is for"
+                    balancer.exchange(len(mine))
+                    dataset.state_dict()
+        assert balancer.ended_epochs == (2 if taken else 0)
+        return seen, dataset.state_dict()["epoch"]
+
+    for taken in ((2,), (0,), (1,), (0, 2)):
+        with pytest.warns(UserWarning, match="can ignore this") as told:
+            ended = World(3).run(lambda engine, taken=taken: program(engine, taken))
+        assert sorted(sum((seen for seen, _ in ended), [])) == sorted([*range(LENGTH), *range(LENGTH)])
+        assert [epoch for _, epoch in ended] == [2, 2, 2] and len(told) == 3
+    assert all(epoch == 0 for _, epoch in World(3).run(lambda engine: program(engine, ()))), "it looks at them"
+
+
+def test_loss_terms_are_those_of_the_batch_that_a_loop_takes():
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer = OfKeras(WHOLE, engine=SoloEngine())
+    for index, (x, _) in enumerate(make(balancer, terms=lambda x, _: float(x.sum()))):
+        if index:
+            assert balancer.begin_if_unannounced() and balancer.progress.terms == x.sum()
+            balancer.exchanges.arrivals.end_batch()
+
+
+def test_a_loop_over_two_datasets_has_an_order_of_its_own_of_each_in_each_epoch():
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer, dealt = OfKeras(WHOLE, engine=SoloEngine()), []
+    deal, balancer.deal = balancer.deal, lambda step: dealt.append(step) or deal(step)
+    datasets, orders = (make(balancer), make(balancer)), []
+    with pytest.warns(UserWarning, match="of two datasets") as told:
+        for _ in range(2):
+            seen = []
+            for pair in zip(*datasets, strict=True):
+                assert dealt[-2:] == [balancer.step + 1] * 2, "both by one plan"
+                seen.append([numbers(batch) for batch in pair])
+                assert balancer.begin_if_unannounced() and balancer.progress.terms == len(seen[-1][1])
+                balancer.exchanges.arrivals.end_batch()
+            orders.append([sum(each, []) for each in zip(*seen, strict=True)])
+    assert len(told) == 1
+    for first, second in zip(*orders, strict=True):
+        assert sorted(first) == sorted(second) == list(range(LENGTH)) and first != second
+
+
 def test_a_loop_of_ones_own_does_not_go_on_from_another_place():
     balancer = Balancer(SoloEngine())
     dataset = make(balancer)

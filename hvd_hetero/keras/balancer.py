@@ -129,6 +129,12 @@ class Balancer(framework_free.Balancer):
         if (queue := self._queues.get(by)) is not None:
             queue.loaded.append(self.step_timer.loading_meter.now())
 
+    def leave_out(self, by: Any) -> None:
+        """Says that nobody trains on what was announced `by` a dataset and has not begun."""
+        if (queue := self._queues.get(by)) is not None:
+            for announced in (queue.samples, queue.wholes, queue.terms):
+                announced.clear()
+
     def forget(self, *, ahead: bool = False, by: Any = None) -> None:
         """Drops what was announced `by` one whose batches come next: an epoch begins, or a fit was interrupted. The
         time since the last step, in which there may have been a validation, is not measured. `ahead`: batches will be

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvd_hetero.engine import script
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
@@ -26,6 +27,13 @@ from .stream import EpochStreams, StreamSource, is_function
 from .untuned import UntunedDataset, untuned
 
 READ_AHEAD = 2  # batches that TensorFlow reads ahead of their use
+LEFT_OUT = (
+    "Expected an exchange of gradients for each batch of a loop over hvd.BalancedDataset before the next one is read. "
+    "Received: none for {batches} of them. Gradients are weighted by the samples of the batch read last, so a loop "
+    "that reads batches ahead of their use, or takes those of two datasets into one step, is not exact where sizes "
+    "differ: when a plan changes, and in a short last batch. Read none ahead (workers= does), and make one dataset of "
+    "two: hvd.BalancedDataset((x1, x2), ...). A loop that leaves batches out can ignore this."
+)
 
 
 def _source_of(
@@ -151,6 +159,9 @@ class BalancedDataset(UntunedDataset):
         self._ahead_of_use = False  # whether TensorFlow reads batches while others are in use
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._used = 0  # the batches of this run of reading that were used, up to that step
+        self._left_out = 0  # those that a loop has left out since
+        self._trained = False  # whether a batch of this epoch was used
+        self._told = False  # whether the script was told of what a loop has left out
         self._last: Batch = None
         self._run = 0  # how many times reading was begun or rewound
         self._readers = 0  # how many times Keras has begun to read
@@ -219,16 +230,16 @@ class BalancedDataset(UntunedDataset):
     def on_epoch_end(self) -> None:
         """Counts what was used, and ends the epoch; Keras calls it after the last batch."""
         self.aside.end()
-        used = self._count_used()
+        self._count_used()
         if self._at is not None and not self._fresh:
-            if used:
+            if self._trained:
                 self.balancer.trained(self)
                 self.balancer.end_epoch()
             else:  # this was an evaluation, whose batches were not trained on
                 warn_of_none(self.balancer, evaluates="hvd.EvaluationDataset")
                 self.balancer.withdraw(self)
                 self._fresh = True
-        self._at = None
+        self._at, self._trained = None, False
 
     # Other ways to read ---------------------------------------------------------------------------------------------
 
@@ -243,7 +254,8 @@ class BalancedDataset(UntunedDataset):
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of an epoch, for a loop of your own; if it was resumed or broken off, the rest of them."""
+        """The batches of an epoch, for a loop of your own; if it was resumed or broken off, the rest of them. A batch
+        without an exchange of gradients before the next one is left out, if there are some for later ones."""
         self._count_used()
         left = len(self) - self.sampler.position
         if left == 0:
@@ -270,7 +282,10 @@ class BalancedDataset(UntunedDataset):
         for _ in range(batches):
             if ahead and run != self._run:  # as in `read`
                 return
-            yield self._next()
+            batch, begun, step = self._next(), self.balancer.begun(self), self.balancer.step
+            yield batch
+            if not ahead and (run, begun) == (self._run, self.balancer.begun(self)):
+                self._leave_out(taken=self.balancer.step > step)
             if self.sampler.loaded != loaded:
                 raise RuntimeError(LOADED)
 
@@ -284,7 +299,7 @@ class BalancedDataset(UntunedDataset):
             self.balancer.departure.recover(self._unsaid)
             self._unsaid = None
         self._ahead.forget(run=self._run)
-        self._used = 0
+        self._used, self._left_out, self._trained = 0, 0, False
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
         self._fresh, self._ahead_of_use = False, ahead
@@ -297,24 +312,38 @@ class BalancedDataset(UntunedDataset):
             loaders=self._ahead.workers,
         )
 
+    def _leave_out(self, *, taken: bool) -> None:
+        """Says that the batch announced last never began, as a loop has left it out: it is used up if one after it is.
+        `taken`: it is used up, as a batch of another dataset began, which the loop takes into one step with it."""
+        self._left_out += 1
+        self._trained |= taken
+        self.balancer.leave_out(self)
+        if not taken:
+            self.sampler.leave_out()
+
     def _uncounted(self) -> int:
         """The batches that were used since the last call of `_count_used`. Also for a thread that reads ahead."""
         at = self._at  # looked at once: the epoch may end meanwhile
-        return 0 if at is None else min(self.balancer.begun(self) - at, self.sampler.pending)
+        begun = 0 if at is None else self.balancer.begun(self) - at
+        return min(begun + self._left_out, self.sampler.pending) if begun or self._trained else 0
 
-    def _count_used(self) -> int:
-        """Tells the sampler which batches were used since the last call. Returns how many."""
+    def _count_used(self) -> None:
+        """Tells the sampler which batches were used since the last call."""
         if self._at is None:
-            return 0
+            return
         used = self._uncounted()
         # In this order: a thread that reads ahead adds up the counted and the uncounted, and must not get too many.
         self._at = self.balancer.begun(self)
         self._used += used
+        if used and self._left_out and not self._told:
+            self._told = True
+            script.warn(LEFT_OUT.format(batches=self._left_out))
+        if used:
+            self._left_out, self._trained = 0, True
         self._ahead.use(self._used, run=self._run)
         for _ in range(used):
             self.sampler.used()
         self.sampler.end_epoch()
-        return used
 
     def _next(self) -> Batch:
         run = self._run
