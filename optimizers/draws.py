@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_one_at_a_time = threading.Lock()  # is held by the thread that has its own states in the process's generators
+_one_at_a_time = threading.RLock()  # is held by the thread that has its own states in the process's generators
 
 
 def _renew() -> None:
     """Replaces the lock in a forked process, as the thread that may hold it does not exist there."""
     global _one_at_a_time
-    _one_at_a_time = threading.Lock()
+    _one_at_a_time = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew)

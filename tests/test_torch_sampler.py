@@ -30,6 +30,7 @@ MAKERS = {
     "at random": lambda: RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(5)),
     "in order": lambda: SequentialSampler(range(LENGTH)),
     "a list": lambda: [5, 5, 5, 9, 1, 0, 7, 8, 3],
+    "a tensor": lambda: torch.arange(9).flip(0),
     "NumPy's and Python's": lambda: Drawn(lambda: random.randrange(LENGTH)),
     "by epoch": lambda: ByEpoch(),
 }
@@ -86,7 +87,7 @@ def test_each_epoch_is_what_the_sampler_draws_dealt_over_the_ranks(made, workers
     expected = drawn(loader_of(SoloEngine(), make()))
     length = len(make())
     assert [len(epoch) for epoch in expected] == [length] * 3
-    if made in ("in order", "a list"):
+    if made in ("in order", "a list", "a tensor"):
         assert expected == [list(make())] * 3
     else:
         assert expected[0] != expected[1]
@@ -132,6 +133,31 @@ def test_the_order_follows_from_the_seeds_and_the_epoch_alone():
     torch.rand(3), random.random()
     assert epochs(1, 5) == first and epochs(1, 5, set_epoch=1)[0] == first[1]
     assert epochs(2, 5) != first and epochs(1, 6) != first
+
+
+def test_a_sampler_with_a_generator_gives_a_loader_made_anew_what_the_first_had():
+    """As in an elastic job, whose loader is made within `train` and whose sampler is not."""
+    generator = torch.Generator().manual_seed(5)
+    sampler, before = RandomSampler(range(20), generator=generator), generator.get_state()
+    first = drawn(loader_of(SoloEngine(), sampler))
+    assert drawn(loader_of(SoloEngine(), sampler)) == first
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_sampler_may_read_a_stream_while_it_draws():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.randperm(9).tolist())
+
+    class Hard:
+        def __len__(self):
+            return 9
+
+        def __iter__(self):
+            balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+            return iter(torch.cat(list(hvd.EvaluationDataLoader(Stream(), balancer=balancer))).tolist())
+
+    assert sorted(drawn(loader_of(SoloEngine(), Hard()), 1)[0]) == list(range(9))
 
 
 def test_a_script_draws_the_random_numbers_that_it_would_without():
@@ -243,7 +269,8 @@ def test_a_sampler_that_fails_on_one_rank_stops_all(wrong, workers):
 @pytest.mark.parametrize(
     ("sampler", "options", "text"),
     [
-        (BatchSampler(range(8), 2, False), {"shuffle": True}, "shuffle: expected False or none"),
+        (range(8), {"shuffle": True}, "shuffle: expected False or none"),
+        (BatchSampler(range(8), 2, False), {}, "expected one that gives single indices"),
         (iter(range(8)), {}, "sampler: expected an iterable of indices with a length"),
         (5, {}, "sampler: expected an iterable"),
         (torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=0), {}, "Leave it out"),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import operator
 import zlib
 from collections.abc import Iterable, Sized
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from hvd_hetero.optimizers.draws import Draws
+from hvd_hetero.optimizers.draws import Draws, Generator
 
 from .draws import TORCH, seed_of
 
@@ -21,7 +21,7 @@ def check_sampler(sampler: Any, shuffle: bool | None) -> int:
     """Returns how many indices `sampler` draws for an epoch.
 
     Raises:
-        TypeError: it has no length, or draws for one rank only.
+        TypeError: it has no length, gives batches, or draws for one rank only.
         ValueError: `shuffle` is True as well.
     """
     if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
@@ -29,6 +29,11 @@ def check_sampler(sampler: Any, shuffle: bool | None) -> int:
             f"sampler: expected one that draws for all ranks. Received: {sampler!r}, which draws for one. Leave it "
             "out, if it does no more than split the data: each rank gets its part of each batch, and set_epoch() is "
             "the loader's."
+        )
+    if isinstance(sampler, BatchSampler):
+        raise TypeError(
+            f"sampler: expected one that gives single indices. Received: {sampler!r}, which gives batches, and these "
+            "are the balancer's. Give what orders the samples, as its .sampler."
         )
     if not isinstance(sampler, Iterable) or not hasattr(sampler, "__len__"):
         raise TypeError(
@@ -43,19 +48,23 @@ def check_sampler(sampler: Any, shuffle: bool | None) -> int:
 class EpochOrder:
     """Draws the order of an epoch from `sampler`, whose indices may be of any type that the dataset takes.
 
-    What it draws from PyTorch's, NumPy's and Python's generators, or from its own `generator`, follows from `seed`, the
-    epoch and the seed that its generator had. So all ranks draw the same, as does a job that goes on from a checkpoint.
+    What it draws from PyTorch's generator on the CPU, NumPy's and Python's, or from its own `generator`, follows from
+    `seed`, the epoch and the seed of its generator. So all ranks draw the same, as does a job that goes on from a
+    checkpoint. All of these generators are afterwards what they were before.
 
     Args:
-        sampler: see `check_sampler`. Its `set_epoch` is called, if it has one.
+        sampler: see `check_sampler`. Its `set_epoch` is called, if it has one. Indices that are no whole numbers are
+            compared between ranks as texts.
         length: indices that it draws for an epoch.
     """
 
     def __init__(self, sampler: Iterable[Any], *, length: int, seed: int) -> None:
         self._sampler, self._length, self._seed = sampler, length, seed
         generator = getattr(sampler, "generator", None)
-        self._generator = generator if isinstance(generator, torch.Generator) else None
-        self._own_seed = 0 if self._generator is None else self._generator.initial_seed()
+        self._generators, self._own_seed = [], 0
+        if isinstance(generator, torch.Generator):
+            self._generators = [Generator(generator.manual_seed, generator.get_state, generator.set_state)]
+            self._own_seed = generator.initial_seed()
         self._epoch: int | None = None  # that of `_indices`
         self._indices: np.ndarray | list[Any] = []
         self.checksum = 0  # of the indices drawn last
@@ -74,9 +83,7 @@ class EpochOrder:
             return
         self._epoch = None
         seed = seed_of(self._seed, epoch, self._own_seed)
-        with Draws(seed, TORCH)():
-            if self._generator is not None:
-                self._generator.manual_seed(seed)
+        with Draws(seed, TORCH, *self._generators)():
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
             drawn = list(itertools.islice(self._sampler, self._length + 1))
@@ -99,7 +106,7 @@ class EpochOrder:
 
 def _numbers(drawn: list[Any]) -> np.ndarray | list[Any]:
     """The indices in an array, which takes less memory, if they are whole numbers."""
-    if all(isinstance(each, (int, np.integer)) for each in drawn):
-        with contextlib.suppress(OverflowError):
-            return np.array(drawn, np.int64)
-    return drawn
+    try:
+        return np.fromiter(map(operator.index, drawn), np.int64, len(drawn))
+    except (TypeError, OverflowError):
+        return drawn

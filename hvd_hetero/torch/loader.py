@@ -116,8 +116,8 @@ class BalancedDataLoader:
             what it has used of the present pass, and drops it. "state": by the stream's own `state_dict()`. False: it
             starts the stream again.
         sampler: draws the indices of each epoch, of all ranks' samples in their order, as PyTorch's
-            `WeightedRandomSampler` does. What it draws at random follows from `seed`, the seed of its `generator`, if
-            it has one, and the epoch; its `set_epoch` is called, if it has one.
+            `WeightedRandomSampler` does. Its length does not change. What it draws at random on the CPU follows from
+            `seed`, the seed of its `generator`, if it has one, and the epoch; its `set_epoch` is called, if it has one.
         shuffle: whether each epoch has an order of its own (default: True for a map-style dataset without a sampler; an
             `IterableDataset` shuffles by itself).
         seed: of that order, and of the random numbers in loading processes.
