@@ -101,8 +101,13 @@ class ShareSampler:
         check_balancer(balancer)
         self.balancer, self.content = balancer, 0
         self._alike = {
-            "dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block,
-            SAME_DATA: checksum, "sampler": ordered_by or "none",
+            "sampler": ordered_by or "none",
+            "sampler length" if ordered_by else "dataset length": length,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "block": block,
+            SAME_DATA: checksum,
         }
         self._agree()
         check_whole("length", length, least=0)  # the same on all ranks by now

@@ -214,9 +214,9 @@ def test_it_goes_with_a_data_loader_of_ones_own():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda rank: RandomSampler(range(9), generator=torch.Generator().manual_seed(rank)), "sampler"),
-        (lambda rank: RandomSampler(range(9)) if rank else None, "length"),
-        (lambda rank: range(9 + rank), "length"),
+        (lambda rank: RandomSampler(range(9), generator=torch.Generator().manual_seed(rank)), "sampler: expected"),
+        (lambda rank: RandomSampler(range(9)) if rank else None, "sampler: expected the same"),
+        (lambda rank: range(9 + rank), "sampler length: expected the same"),
     ],
 )
 def test_unlike_samplers_are_an_error_on_all_ranks(make, text):

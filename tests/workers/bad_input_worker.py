@@ -180,7 +180,7 @@ def table(folder):
         ("a stream in parts", lambda: train(data=Split()), "what splits it by rank is to be left out"),
         loader("a shuffled stream", "shuffle: expected False", dataset=Split(), shuffle=True),
         loader("a batch size of one's own", "batch_size: expected none", batch_size=4),
-        loader("a sampler of one's own", "sampler: expected none", sampler=[0]),
+        loader("a sampler without a length", "sampler: expected an iterable", sampler=iter([0])),
         loader("batches in any order", "in_order: expected True", in_order=False),
         loader("numbered samples of one's own", "sharded: expected an IterableDataset", sharded=True),
         loader("the length of an epoch", "steps_per_epoch: expected none", steps_per_epoch=3),
