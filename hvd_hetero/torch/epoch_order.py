@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from hvd_hetero.optimizers.draws import Draws, Generator
+from hvd_hetero.optimizers.stream_state import tell_epoch
 
 from .draws import TORCH, seed_of
 
@@ -84,8 +85,7 @@ class EpochOrder:
         self._epoch = None
         seed = seed_of(self._seed, epoch, self._own_seed)
         with Draws(seed, TORCH, *self._generators)():
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
+            tell_epoch(self._sampler, epoch)
             drawn = list(itertools.islice(self._sampler, self._length + 1))
         if len(drawn) != self._length:
             many = "more" if len(drawn) > self._length else len(drawn)
