@@ -89,8 +89,8 @@ def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[P
 @pytest.mark.parametrize("seed", range(6))
 def test_a_drifting_machine_gets_few_plans(seed: int) -> None:
     planner, times = run(seed)
-    assert len(planner.plans) - 1 <= 3, [plan.reason for plan in planner.plans]
-    assert sum(times[40:]) / len(times[40:]) < 0.27  # equal shares take 0.47, the best ones 0.22
+    assert len(planner.plans) - 1 <= 4, [plan.reason for plan in planner.plans]
+    assert sum(times[40:]) / len(times[40:]) < 0.24  # equal shares take 0.47, the best ones of each step 0.204
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -103,7 +103,7 @@ def test_a_rank_that_becomes_twice_as_slow_is_followed_at_once(seed: int) -> Non
 def test_without_its_brakes_it_chases_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_measurements, "CHANGED", 0.15)
     monkeypatch.setattr(replan, "DEARER", (1.0,))
-    assert max(len(run(seed)[0].plans) - 1 for seed in range(6)) > 3
+    assert max(len(run(seed)[0].plans) - 1 for seed in range(6)) > 4
 
 
 @pytest.mark.parametrize("overhead_s", [0.0, 0.004])

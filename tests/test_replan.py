@@ -25,10 +25,12 @@ def known(*seconds_per_sample, observations=40, standard_error=0.01, overhead_s=
 
 
 @cache
-def simulate(seed, *, whole=64, overhead=0.1, noise=0.1, spikes=0.02, steps=300, change_at=None, look_every=1):
+def simulate(seed, *, whole=64, overhead=0.1, noise=0.1, spikes=0.02, steps=300, change_at=None, look_every=1,
+             slow=range(0)):
     """Plans, and for each step how much longer than with the best shares it took, of a run from equal shares.
 
-    `overhead` is its part of a step at equal shares; from `change_at` on rank 0 is half as fast.
+    `overhead` is its part of a step at equal shares; from `change_at` on rank 0 is half as fast. In the steps of `slow`
+    rank 1 takes 1.6 times as long.
     """
     rng, ranks = random.Random(seed), range(len(SPEEDS))
     plans = [Plan(version=0, step=0, shares=equal_shares(whole, len(SPEEDS)), reason="start")]
@@ -37,10 +39,11 @@ def simulate(seed, *, whole=64, overhead=0.1, noise=0.1, spikes=0.02, steps=300,
     for step in range(steps):
         if next_plan is not None:
             plans.append(next_plan)
-        slow = [2.0 if change_at is not None and step >= change_at and rank == 0 else 1.0 for rank in ranks]
+        factors = [2.0 if change_at is not None and step >= change_at and rank == 0 else 1.0 for rank in ranks]
+        factors[1] *= 1.6 if step in slow else 1.0
         alpha, beta = overhead * whole / len(SPEEDS), 1.0 - overhead
         truth = [SpeedModel(overhead_s=alpha * f / s, seconds_per_sample=beta * f / s)
-                 for f, s in zip(slow, SPEEDS, strict=True)]
+                 for f, s in zip(factors, SPEEDS, strict=True)]
         shares = plans[-1].shares
         excess.append(step_time_s(truth, shares) / step_time_s(truth, split(truth, whole)) - 1.0)
         for window, model, share in zip(windows, truth, shares, strict=True):
@@ -77,6 +80,18 @@ def test_at_constant_speed_there_are_at_most_3_plans_in_300_steps():
         plans, excess = simulate(seed, whole=64 if seed % 2 else 512, overhead=0.05 * seed, look_every=3)
         assert len(plans) - 1 <= 3
         assert sum(excess[100:]) / 200 < 0.08
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.06])
+def test_a_plan_for_a_rank_that_was_slow_for_ten_steps_does_not_stay(noise):
+    """Though its return gains less than what is asked for after so many plans."""
+    late = []
+    for seed in range(8):
+        plans, excess = simulate(seed, noise=noise, steps=250, slow=range(28, 38), look_every=3)
+        assert any(plan.shares[1] <= 13 for plan in plans), "the slowness made no plan"
+        assert len(plans) - 1 <= 5
+        late.append(sum(excess[150:]) / 100)
+    assert sum(late) / len(late) < 0.04, late
 
 
 def test_equal_ranks_stay_equal():
@@ -351,6 +366,32 @@ def test_the_more_plans_there_were_lately_the_more_has_to_be_gained(plans, chang
     for part, planned in ((0.98, True), (1.02, False)):
         rule = ReplanRule(minimum_gain=part * gain / times, dead_band=0.0)
         assert (decide(current, models, rule=rule, **asked) is not None) is planned, part
+
+
+@pytest.mark.parametrize(("halves", "observations", "lasts"), [
+    ((1.0, 1.0), 50, True), ((0.95, 1.05), 50, True), ((1.0, 1.0), 49, False), (None, 50, False),
+    ((1.2, 0.9), 50, False), ((0.9, 1.2), 50, False),
+])
+def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observations, lasts):
+    """It lasts if the older half of 50 observations or more of each rank offers it as well as the newer."""
+    models = [replace(each, observations=observations) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
+    models = [replace(models[0], halves=halves), *(replace(each, halves=halves and (1.0, 1.0)) for each in models[1:])]
+    current, asked = after_plans(3, shares=(27, 14, 11, 12))      # rank 0 takes a tenth too long
+    found = decide(current, models, **asked)
+    assert (found is not None) is lasts
+    if found is not None:
+        assert found.shares == (24, 16, 12, 12)
+    rule = ReplanRule(minimum_gain=0.12)      # which holds for any gain
+    assert decide(current, models, rule=rule, **asked) is None
+
+
+def test_a_move_that_turns_back_is_not_halved_if_its_gain_lasts():
+    before, current = replace(START, shares=(24, 16, 12, 12)), replace(START, version=1, shares=(28, 12, 12, 12))
+    asked = {"step": 100, "global_batch_size": 64, "previous": (before,)}
+    models = [replace(each, observations=50) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
+    assert decide(current, models, **asked).shares == (26, 14, 12, 12)
+    models = [replace(each, halves=(1.0, 1.0)) for each in models]
+    assert decide(current, models, **asked).shares == (24, 16, 12, 12)
 
 
 @pytest.mark.parametrize(("ranks", "plans", "errors"), [

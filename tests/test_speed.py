@@ -274,3 +274,17 @@ def test_a_model_knows_between_which_samples_it_was_measured():
     assert fit(seen).measured == (8, 20)
     low, high = fit(seen[:2]).measured
     assert low > 10**9 and high == 0
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 16)])
+def test_a_model_knows_by_how_much_its_speed_drifted(sizes):
+    """The ratios of both halves to the fitted time; spikes do not count."""
+    def seconds(at, size):
+        return (1.0 + 0.1 * size) * (1.1 if at >= 20 else 0.9) * (5.0 if at % 9 == 3 else 1.0)
+
+    seen = [Observation(samples=sizes[at % len(sizes)], compute_s=seconds(at, sizes[at % len(sizes)]))
+            for at in range(40)]
+    older, newer = fit(seen).halves
+    assert older < 1.0 < newer and newer / older == pytest.approx(1.1 / 0.9, rel=0.01)
+    assert fit(seen[20:]).halves == pytest.approx((1.0, 1.0), rel=0.02)
+    assert fit(seen[:1]).halves is None

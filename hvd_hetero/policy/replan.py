@@ -6,15 +6,16 @@ A new plan replaces the current one if all of this holds (a plan that violates t
   of 1 - T_new / T_now, with z >= 2 and z >= sqrt(2 ln n), about the largest of n normal errors, because T is the time
   of the slowest of n ranks. Both thresholds rise with the number of recent plans, since a machine whose speed drifts
   always offers another plan. After a change of speed, which was observed for a few steps only, the minimum is doubled.
+- The minimum does not rise for a gain that lasts: one that the older half of the last observations offers as well as
+  the newer half. So a plan that was made for a rank that was slow for a while does not stay when that has passed.
 - Some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %).
 - The current plan has held for the cool-down, which is short for the first plans and right after a change of speed.
 
 The plan that a job begins with knows nothing, as a rule, and ranks that are unlike lose most of their time with it. So
 it is replaced sooner, after two observations of each rank at one number of samples, by a plan that gains much.
 
-How far a plan moves: each share grows at most by the factor of the trust region and shrinks at most by its square, as
-speed models are extrapolated from the shares seen so far; to a share that its rank's model was measured at, it moves at
-once. A move that reverses the last one is halved (LB-BSP, section 3.3.2), unless a speed has changed.
+How far a plan moves, `trust_region` says; a move that reverses the last one is not halved if a speed has changed, or
+if its gain lasts.
 
 Where the trust region allows only a part of the way to the best shares, it is their gain that has to exceed the
 thresholds; the plan itself never takes longer. Otherwise a small share might never grow: where a rank that was slow has
@@ -32,12 +33,14 @@ from operator import itemgetter
 from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
 from .strategy import SYNCHRONOUS
+from .trust_region import reachable, turns_back
 
 FIRST_OBSERVATIONS = 2      # of each rank, of one size, before a plan that saves `ReplanRule.early_gain`
 EARLY_PLANS = 2      # with fewer recent plans than this, the early cool-down applies
 FEW_PLANS = 3        # from so many recent plans on, more standard errors of gain are required
 DEARER = (1.0, 1.0, 2.5, 4.0)    # factor on the minimum gain, by the number of recent plans
 LATELY = 15          # a plan counts as recent for so many cool-downs
+SETTLED = 50         # observations of every rank, from which a gain may be called one that lasts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +171,20 @@ def decide(
     if early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    last = None if changed or not previous else previous[-1]
-    shares, cut = _reachable(current, models, global_batch_size, limits, rule, micro_batch, last=last)
+    settled = min(counts) >= SETTLED and not early
+
+    def reach(last: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:
+        return reachable(current.shares, models, limits, trust_region=rule.trust_region, last=last,
+                         micro_batch=micro_batch)
+
+    def lasts(shares: Sequence[int]) -> bool:
+        gain = _gain_of_both_halves(models, current.shares, shares, micro_batch, measured_step_s or 0.0)
+        return settled and gain > rule.minimum_gain
+
+    last = None if changed or not previous else previous[-1].shares
+    shares, cut = reach(None)
+    if not lasts(shares):
+        shares, cut = reach(last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
     (before, now_s), (after, new_s) = (_slowest(models, each, micro_batch) for each in (current.shares, shares))
@@ -186,16 +201,18 @@ def decide(
     minimum = max(minimum, rule.early_gain) if early else minimum
     reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
 
-    def pays(gain_s: float, error: float) -> bool:
-        return gain_s / step_s > max(minimum, surprise * error * now_s / step_s)
+    def pays(gain_s: float, error: float, *, to: Sequence[int]) -> bool:
+        least = rule.minimum_gain if lasts(to) else minimum
+        return gain_s / step_s > max(least, surprise * error * now_s / step_s)
 
-    if not pays(now_s - new_s, error):
+    if not pays(now_s - new_s, error, to=shares):
         if early or not cut:
             return None
         aim = split(models, global_batch_size, limits, micro_batch=micro_batch)
         after, aim_s = _slowest(models, aim, micro_batch)
         error = math.hypot(*[models[rank].standard_error for rank in {before, after}]) * aim_s / now_s
-        if not pays((now_s - aim_s) * (0.5 if _turns_back(aim, current, last) else 1.0), error):
+        halved = turns_back(aim, current.shares, last) and not lasts(aim)
+        if not pays((now_s - aim_s) * (0.5 if halved else 1.0), error, to=aim):
             return None
         reason = f"rank {before} is slowest: it takes {now_s:.4g} s, on the way to shares with {aim_s:.4g} s"
     return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
@@ -214,47 +231,17 @@ def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: S
     return max(enumerate(times), key=itemgetter(1))
 
 
-def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: Sequence[Bound], rule: ReplanRule,
-               micro_batch: Sequence[int | None] | None, *, last: Plan | None) -> tuple[tuple[int, ...], bool]:
-    """The best shares within the trust region around the current ones, where a move that reverses the last one is
-    halved; and whether the trust region keeps some share from going further.
-
-    The trust region includes the shares that a rank's model was measured at.
-
-    Args:
-        last: the plan before the current one; None: no move is halved.
-    """
-    least = whole / (8 * len(models))      # a smaller share may grow as if it were this large: else it grows too slowly
-    trusted = [_narrowed(limit, min(share / rule.trust_region**2, model.measured[0]),
-                         max(max(share, least, limit.quantum) * rule.trust_region, model.measured[1]))
-               for share, limit, model in zip(current.shares, limits, models, strict=True)]
-    shares = split(models, whole, trusted, micro_batch=micro_batch)      # the current ones are always within
-    cut = any(
-        (share == trust.lower > limit.lower) or (share == trust.upper != limit.upper)
-        for share, trust, limit in zip(shares, trusted, limits, strict=True)
-    )
-    if last is None:
-        return shares, cut
-    damped = []
-    for new, now, old, trust in zip(shares, current.shares, last.shares, trusted, strict=True):
-        half = (now + new) / 2
-        damped.append(_narrowed(trust, min(now, half), max(now, half)) if _reverses(new, now, old) else trust)
-    return split(models, whole, damped, micro_batch=micro_batch), cut
-
-
-def _turns_back(shares: Sequence[int], current: Plan, last: Plan | None) -> bool:
-    """Whether a rank's share, with these, goes back from `current` towards the plan before it."""
-    return last is not None and any(map(_reverses, shares, current.shares, last.shares))
-
-
-def _reverses(new: int, now: int, old: int) -> bool:
-    """Whether a share that went from `old` to `now` goes back with `new`."""
-    return (new - now) * (now - old) < 0
-
-
-def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:
-    """The intersection of `bound` with [lower, upper], rounded outwards to the quantum. It must not be empty."""
-    low = max(bound.lower, math.floor(lower / bound.quantum) * bound.quantum)
-    highest = math.inf if bound.upper is None else bound.upper
-    high = min(highest, upper if math.isinf(upper) else math.ceil(upper / bound.quantum) * bound.quantum)
-    return replace(bound, lower=low, upper=None if math.isinf(high) else int(high))
+def _gain_of_both_halves(models: Sequence[SpeedModel], current: Sequence[int], shares: Sequence[int],
+                         micro_batch: Sequence[int | None] | None, step_s: float) -> float:
+    """The fraction of a step of at least `step_s` seconds that `shares` save at the speeds of the older half of the
+    observations, or at those of the newer half, whichever is smaller; 0.0 where these are not known."""
+    gains = []
+    for half in (0, 1):
+        then = [replace(model, overhead_s=model.overhead_s * model.halves[half],
+                        seconds_per_sample=model.seconds_per_sample * model.halves[half])
+                for model in models if model.halves]
+        if len(then) < len(models):
+            return 0.0
+        now_s, new_s = (step_time_s(then, each, micro_batch) for each in (current, shares))
+        gains.append((now_s - new_s) / max(now_s, step_s))
+    return min(gains)

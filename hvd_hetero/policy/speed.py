@@ -26,7 +26,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHORTEST_S = 1e-9            # no step is shorter, whatever a coarse clock said
 LARGEST_OVERHEAD = 0.98      # of the time at the sizes seen: samples cost something even where none was noticed
@@ -88,6 +88,8 @@ class SpeedModel:
             at least b * `loading_s`. 0: loading does not limit the rank.
         measured: the fewest and the most samples of a step that occur at least `ENOUGH_OF_A_SIZE` times among the
             observations; (inf, 0): none does.
+        halves: what the model's times are to be multiplied with for those of the older half of the observations, and of
+            the newer; unlike each other where the rank's speed drifts. None: not known.
     """
 
     overhead_s: float
@@ -97,6 +99,7 @@ class SpeedModel:
     overhead_error: float = OVERHEAD_SPREAD
     loading_s: float = 0.0
     measured: tuple[float, float] = (math.inf, 0)
+    halves: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0.0):
@@ -182,10 +185,13 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
     often = [b for b, count in Counter(o.samples for o in observations if o.samples > 0).items()
              if count >= ENOUGH_OF_A_SIZE]
     # The line goes through (mean_b, mean_t) whatever the overhead: repeated fits of the same observations do not drift.
-    return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
-                      seconds_per_sample=(mean_t - overhead) / mean_b,
-                      observations=sum(len(seen) for seen in times.values()), overhead_error=known,
-                      measured=(min(often, default=math.inf), max(often, default=0)))
+    model = SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
+                       seconds_per_sample=(mean_t - overhead) / mean_b,
+                       observations=sum(len(seen) for seen in times.values()), overhead_error=known,
+                       measured=(min(often, default=math.inf), max(often, default=0)))
+    ratios = [model.ratio(o) for o in observations if o.samples > 0]
+    half = len(ratios) // 2
+    return replace(model, halves=(middle(sorted(ratios[:half])), middle(sorted(ratios[half:]))) if half else None)
 
 
 def by_size(observations: Sequence[Observation]) -> dict[float, list[float]]:
