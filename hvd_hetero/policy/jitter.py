@@ -102,11 +102,8 @@ def include_stops(model: SpeedModel, sums: StopSums, *, least_stops: float = 0.0
     stalled = estimate(sums, least_stops=least_stops).stalled
     if not stalled:
         return model
-    stretched = 1.0 / (1.0 - stalled)
-    return replace(
-        model, overhead_s=model.overhead_s * stretched, seconds_per_sample=model.seconds_per_sample * stretched,
-        standard_error=math.hypot(model.standard_error, stalled / math.sqrt(sums.stops)),
-    )
+    error = math.hypot(model.standard_error, stalled / math.sqrt(sums.stops))
+    return replace(model.times(1.0 / (1.0 - stalled)), standard_error=error)
 
 
 def synchronous_step_s(times_s: Sequence[float], jitters: Sequence[Jitter], *, exchange_s: float = 0.0) -> float:

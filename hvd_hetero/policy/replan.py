@@ -178,12 +178,12 @@ def decide(
                          micro_batch=micro_batch)
 
     def lasts(shares: Sequence[int]) -> bool:
-        gain = _gain_of_both_halves(models, current.shares, shares, micro_batch, measured_step_s or 0.0)
-        return settled and gain > rule.minimum_gain
+        return settled and rule.minimum_gain < min(
+            _gain_in_half(half, models, current.shares, shares, micro_batch, measured_step_s or 0.0) for half in (0, 1))
 
     last = None if changed or not previous else previous[-1].shares
-    shares, cut = reach(None)
-    if not lasts(shares):
+    shares, cut = reach(None if settled else last)
+    if settled and not lasts(shares):
         shares, cut = reach(last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
@@ -231,17 +231,12 @@ def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: S
     return max(enumerate(times), key=itemgetter(1))
 
 
-def _gain_of_both_halves(models: Sequence[SpeedModel], current: Sequence[int], shares: Sequence[int],
-                         micro_batch: Sequence[int | None] | None, step_s: float) -> float:
-    """The fraction of a step of at least `step_s` seconds that `shares` save at the speeds of the older half of the
-    observations, or at those of the newer half, whichever is smaller; 0.0 where these are not known."""
-    gains = []
-    for half in (0, 1):
-        then = [replace(model, overhead_s=model.overhead_s * model.halves[half],
-                        seconds_per_sample=model.seconds_per_sample * model.halves[half])
-                for model in models if model.halves]
-        if len(then) < len(models):
-            return 0.0
-        now_s, new_s = (step_time_s(then, each, micro_batch) for each in (current, shares))
-        gains.append((now_s - new_s) / max(now_s, step_s))
-    return min(gains)
+def _gain_in_half(half: int, models: Sequence[SpeedModel], current: Sequence[int], shares: Sequence[int],
+                  micro_batch: Sequence[int | None] | None, step_s: float) -> float:
+    """The fraction of a step of at least `step_s` seconds that `shares` save at the speeds of the older (0) or newer
+    (1) half of the observations; 0.0 where these are not known."""
+    then = [model.times(model.halves[half]) for model in models if model.halves]
+    if len(then) < len(models):
+        return 0.0
+    now_s, new_s = (step_time_s(then, each, micro_batch) for each in (current, shares))
+    return (now_s - new_s) / max(now_s, step_s)

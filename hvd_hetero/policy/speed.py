@@ -126,6 +126,10 @@ class SpeedModel:
         """The predicted seconds of computing `samples` samples, 1 or more, without regard to loading."""
         return passes_of(samples, micro_batch) * self.overhead_s + samples * self.seconds_per_sample
 
+    def times(self, factor: float) -> SpeedModel:
+        """The model of a rank that takes `factor` times as long to compute."""
+        return replace(self, overhead_s=factor * self.overhead_s, seconds_per_sample=factor * self.seconds_per_sample)
+
     def ratio(self, seen: Observation) -> float:
         """The observed seconds of a pass over the predicted ones."""
         return seen.pass_s / (self.overhead_s + seen.size * self.seconds_per_sample)
