@@ -32,6 +32,7 @@ class LocalWork:
             (`policy.local_round`).
         batches: this rank's planned part of the global batch, summed over all steps.
         rate_batches: the same, each part times the learning rate of its step.
+        rates: sum of the learning rates of all steps.
     """
 
     steps: int = 0
@@ -41,6 +42,7 @@ class LocalWork:
     gradients: float = 0.0
     batches: float = 0.0
     rate_batches: float = 0.0
+    rates: float = 0.0
 
     def add(
         self, samples: float, lr: float, part: float, gradients: float = 1.0, of_all: float | None = None
@@ -51,15 +53,18 @@ class LocalWork:
         self.of_all += samples if of_all is None else of_all
         self.batches += part
         self.rate_batches += part * lr
+        self.rates += lr
         if samples:
             self.samples += samples
             self.lr_sum += lr * gradients
             self.gradients += gradients
 
     def carry_reach(self, other: LocalWork) -> None:
-        """Adds the `batches` and `rate_batches` of `other`, whose merge did not move the model: the next one will."""
+        """Adds the `batches`, `rate_batches` and `rates` of `other`, whose merge did not move the model: the next one
+        will."""
         self.batches += other.batches
         self.rate_batches += other.rate_batches
+        self.rates += other.rates
 
 
 @dataclass(frozen=True, kw_only=True)

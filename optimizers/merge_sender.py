@@ -112,14 +112,15 @@ class MergeSender:
 
         The merge multiplies what is sent by sum r / sum w, for which r / w of this rank is an estimate. So a residual
         moves the model as far as it would have in the merge that left it, also where the rank's share has changed. In
-        short batches, of which this rank's part is rounded, w is what it would be of all samples, in proportion.
+        short batches, of which this rank's part is rounded, w is what it would be of all samples, in proportion. With
+        FedNova w is the same whatever the share, and r is taken as if all of each global batch were this rank's.
         """
         sent, work = self._sending.contribution, self._sending.work
         if not sent.weight:
             return 0.0
-        weight = sent.weight if self._fednova else work.of_all / self.unit
+        weight, reach = (sent.weight, work.rates) if self._fednova else (work.of_all / self.unit, sent.reach)
         # Rounded, so that it is the same number in each round of the same batches: then nothing has to be rescaled.
-        return round(weight / sent.reach, 9)
+        return round(weight / reach, 9)
 
     @property
     def residual_part(self) -> float:

@@ -28,6 +28,7 @@ def optimizer_of(weight, balancer, density, *, compression=None, weights="sample
 
 @pytest.mark.parametrize(("change", "weights"), [
     ("plan", "samples"), ("short batch", "samples"), ("optimizer", "samples"), ("short batch", "fednova"),
+    ("plan", "fednova"),
     ("optimizer", "fednova"),
 ])  # fmt: skip
 def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution(change, weights):
