@@ -15,6 +15,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -483,6 +484,49 @@ def test_the_files_have_what_the_launcher_cannot_show():
     file = io.StringIO()
     assert passed_on("Grün\n".encode(), MultiFile([None, Closed(), file]))
     assert file.getvalue() == "[1]<stdout>:Grün\n"
+
+
+def run_by_launcher(command: str, *, elastic: bool = True, host: str = "localhost", files: Path | None = None) -> int:
+    """The exit status that the launcher hears of, of a rank that it is to start."""
+    from horovod.runner.gloo_run import _exec_command_fn
+
+    settings = SimpleNamespace(
+        elastic=elastic, output_filename=files and str(files), num_proc=1, verbose=2, ssh_port=None,
+        ssh_identity_file=None, prefix_output_with_timestamp=False,
+    )  # fmt: skip
+    code, _ = _exec_command_fn(settings)(command, SimpleNamespace(rank=0, hostname=host, local_rank=0), [])
+    return code
+
+
+@needs("heard_end")
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path, elastic, capsys):
+    (tmp_path / "rank.0").write_text("where its folder should be")
+    assert run_by_launcher("true", elastic=elastic, files=tmp_path) == 1
+    assert "Process 0 failed: NotADirectoryError" in capsys.readouterr().out
+
+
+@needs("heard_end")
+@pytest.mark.parametrize("host", [".cluster", "a\0b"])
+def test_a_rank_on_a_host_whose_name_is_none_has_failed(host):
+    assert run_by_launcher("true", host=host) == 1
+
+
+@needs("heard_end")
+def test_a_rank_whose_output_a_full_disk_does_not_take_has_not_failed(tmp_path: Path, capsys):
+    (tmp_path / "rank.0").mkdir()
+    for name in ("stdout", "stderr"):
+        (tmp_path / "rank.0" / name).symlink_to("/dev/full")
+    assert run_by_launcher("echo said", files=tmp_path) == 0
+    assert "lacks what Process 0 has said" in capsys.readouterr().out
+
+
+@needs("heard_end")
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize(("command", "code"), [("exit 3", 1), ("true", 0)])
+def test_a_rank_ends_as_it_ends_where_nobody_reads_it(monkeypatch, command, code, elastic):
+    monkeypatch.setattr("sys.stdout", Closed())
+    assert run_by_launcher(command, elastic=elastic) == code
 
 
 @needs("launcher_cache")

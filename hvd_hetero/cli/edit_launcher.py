@@ -5,9 +5,6 @@
 - "termination": on SIGTERM, ranks have HOROVOD_TERMINATION_TIME seconds (default 5) to end.
 - "restored_handlers": after `horovod.run`, SIGINT and SIGTERM do what they did before.
 - "two_signals": SIGINT and SIGTERM may come while another such signal is handled.
-- "one_output": --output-filename works with one rank.
-- "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
-- "any_output": output of ranks that is not UTF-8, or that nobody reads any more, stops no rank.
 - "launcher_cache": the cache in ~/.horovod is written in one step, and where it cannot be, nothing is cached.
 """
 
@@ -221,88 +218,6 @@ def launch_gloo_elastic(""",
         if not told:
             told.append(signum)
             event.set()
-""",
-    ),
-    Edit(
-        name="one_output",
-        reason="with -np 1 and --output-filename nothing is started, as the logarithm of 0 is taken to name the file; "
-        "an elastic job ends with status 0 nevertheless",
-        file="horovod/runner/gloo_run.py",
-        find="""    width = int(math.log10(size - 1)) + 1
-""",
-        replace="""    width = len(str(max(size - 1, 1)))
-""",
-    ),
-    Edit(
-        name="kept_output",
-        reason="with --output-filename, the worker that replaces a failed one in an elastic job overwrites the output "
-        "files of the failed one, and with them the message that says why it failed. It now appends to them",
-        file="horovod/runner/gloo_run.py",
-        find="""            stdout_file = open(os.path.join(output_dir_rank, 'stdout'), 'w')
-            stderr_file = open(os.path.join(output_dir_rank, 'stderr'), 'w')
-""",
-        replace="""            mode = 'a' if index in written else 'w'
-            written.add(index)
-            stdout_file = open(os.path.join(output_dir_rank, 'stdout'), mode)
-            stderr_file = open(os.path.join(output_dir_rank, 'stderr'), mode)
-""",
-    ),
-    Edit(
-        name="kept_output",
-        reason="Part of kept_output: remembers which output files this job has opened, so that files of an earlier "
-        "job are still overwritten",
-        file="horovod/runner/gloo_run.py",
-        find="""    terminate_all_event = None if settings.elastic else threading.Event()
-""",
-        replace="""    terminate_all_event = None if settings.elastic else threading.Event()
-    written = set()
-""",
-    ),
-    Edit(
-        name="any_output",
-        reason="the thread that passes on what a rank prints ends at a byte that is not UTF-8, and when its own output "
-        "is closed (| head). The rank stands still once 64 KiB are unread, and all others wait for it. Such a byte of "
-        "a discovery script loses its hosts, and the job waits for them. The thread now replaces the byte",
-        file="horovod/runner/common/util/safe_shell_exec.py",
-        find="""codecs.getincrementaldecoder('utf8')()
-""",
-        replace="""codecs.getincrementaldecoder('utf8')(errors='replace')
-""",
-    ),
-    Edit(
-        name="any_output",
-        reason="Part of any_output: characters that the launcher's output cannot show are escaped, and where that "
-        "output is closed, the rank's is read all the same",
-        file="horovod/runner/common/util/safe_shell_exec.py",
-        find="""        dst_stream.write(text)
-        dst_stream.flush()
-""",
-        replace="""        write_to(dst_stream, text)
-""",
-    ),
-    Edit(
-        name="any_output",
-        reason="Part of any_output: writes text to a stream as far as it can be written",
-        file="horovod/runner/common/util/safe_shell_exec.py",
-        find="def prefix_connection(",
-        replace="""def write_to(stream, text):
-    encoding = getattr(stream, 'encoding', None) or 'utf8'
-    try:
-        stream.write(text.encode(encoding, 'backslashreplace').decode(encoding))
-        stream.flush()
-    except (AttributeError, OSError, ValueError):
-        pass  # there is none, or nobody reads it any more
-
-
-def prefix_connection(""",
-    ),
-    Edit(
-        name="any_output",
-        reason="Part of any_output: with --output-filename, what the launcher cannot show is in the files all the same",
-        file="horovod/runner/gloo_run.py",
-        find="""            f.write(text)
-""",
-        replace="""            safe_shell_exec.write_to(f, text)
 """,
     ),
     Edit(

@@ -24,6 +24,7 @@ _MODULES = (
     "elastic_workers",
     "elastic_hosts",
     "launcher",
+    "output",
     "hosts",
     "failure",
     "handle",
