@@ -54,8 +54,8 @@ WITHOUT = {
     "kept_output": "with --output-filename, what a rank said before it failed is overwritten by the next in its place",
     "any_output": "a rank that prints a byte that is not UTF-8, or whose output nobody reads any more (| head), stands "
     "still",
-    "heard_end": "an elastic job waits for ever for a rank that could not be started, or that failed while nobody reads "
-    "what horovodrun prints (| head)",
+    "heard_end": "an elastic job waits for ever for a rank that could not be started, or that failed while nobody "
+    "reads what horovodrun prints (| head)",
     "launcher_cache": "horovodrun ends at once where the home folder cannot be written to, or beside another one",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "run_settings": "horovod.run makes Horovod's thread spin on every rank, but under hvd_hetero's init()",
