@@ -300,6 +300,14 @@ def test_a_rank_that_has_left_is_given_no_advice(tmp_path, capsys):
     assert "waits for its data" not in capsys.readouterr().out
 
 
+def test_a_report_may_be_of_nobody_but_a_rank_that_has_left(tmp_path, capsys):
+    record(tmp_path)
+    (tmp_path / "rank-00000.jsonl").rename(tmp_path / "rank-00002.jsonl")  # its newest plan is for two ranks
+    (tmp_path / "rank-00001.jsonl").unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "0 ranks (and 1 that left)" in capsys.readouterr().out
+
+
 def test_a_job_that_goes_on_with_fewer_ranks_from_an_early_step_counts_those_that_it_has(tmp_path, capsys):
     """The rank that is gone has recorded more steps than those that made them again."""
     record(tmp_path, speeds=(0.001, 0.004, 0.001), shares=(16, 16, 16), steps=200)

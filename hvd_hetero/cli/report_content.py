@@ -46,7 +46,7 @@ class Report:
     @cached_property
     def synchronous_fraction(self) -> float:
         """The fraction of the steps that were synchronous and recorded by all ranks."""
-        return self.waits.steps / max(1, *(len(rank.after(self.skip)) for rank in self.run.present.values()))
+        return self.waits.steps / max([1, *(len(rank.after(self.skip)) for rank in self.run.present.values())])
 
     @cached_property
     def summaries(self) -> tuple[RankSummary, ...]:
