@@ -106,6 +106,19 @@ def test_without_its_brakes_it_chases_the_drift(monkeypatch: pytest.MonkeyPatch)
     assert max(len(run(seed)[0].plans) - 1 for seed in range(6)) > 4
 
 
+def test_a_size_from_which_steps_take_longer_is_not_tried_again_and_again() -> None:
+    """No line tells of it, so that shares beyond it seem to pay once those before it have been measured for a while."""
+    draw = random.Random(0)
+
+    def compute_of(step: int, shares: tuple[int, ...]) -> list[float]:
+        times = [0.03 + (0.007 if rank else 0.0042) * share for rank, share in enumerate(shares)]
+        times[0] *= 1.5 if shares[0] > 21 else 1.0
+        return [each * draw.gauss(1, 0.02) for each in times]
+
+    done = job(planner_of(), 1500, compute_of)
+    assert sum(shares[0] > 21 for shares, _ in done[500:]) < 300
+
+
 @pytest.mark.parametrize("overhead_s", [0.0, 0.004])
 @pytest.mark.parametrize("factor", [1.1, 1.2])
 def test_a_machine_that_a_plan_itself_makes_slower(overhead_s: float, factor: float) -> None:

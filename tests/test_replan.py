@@ -10,7 +10,7 @@ import pytest
 
 from hvd_hetero.policy.partition import Bound, equal_shares, split, step_time_s
 from hvd_hetero.policy.regime import since_last_speed_change
-from hvd_hetero.policy.replan import Plan, ReplanRule, decide
+from hvd_hetero.policy.replan import SETTLED, Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 from hvd_hetero.policy.strategy import LOCAL
 
@@ -383,6 +383,26 @@ def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observ
         assert found.shares == (24, 16, 12, 12)
     rule = ReplanRule(minimum_gain=0.12)      # which holds for any gain
     assert decide(current, models, rule=rule, **asked) is None
+
+
+@pytest.mark.parametrize(("turns", "least"), [(0, 20), (1, SETTLED), (2, 3 * SETTLED)])
+def test_the_more_plans_turned_back_for_a_gain_that_lasts_the_longer_the_next_one_waits(turns, least):
+    models = [replace(each, observations=50, halves=(1.0, 1.0)) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
+    there, back = (27, 14, 11, 12), (24, 16, 12, 12)
+    since = [there if ago % 2 == 0 else back for ago in range(turns + 2)]      # the last plan first
+    plans = [replace(START, version=number, step=1000 + SETTLED * number, shares=shares)
+             for number, shares in enumerate([since[-1], since[-1], *reversed(since)])]
+    *previous, current = plans      # so many that otherwise more is asked for
+    for held, planned in ((least - 1, False), (least, True)):
+        found = decide(current, models, step=current.step + held, global_batch_size=64, previous=previous)
+        assert (found is not None) is planned, held
+
+
+def test_a_first_plan_is_not_replaced_early_for_a_gain_that_lasts():
+    models = [replace(each, observations=50, halves=(1.0, 1.0)) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
+    start, rule = replace(START, shares=(27, 14, 11, 12)), ReplanRule(early_cooldown_steps=100)
+    for step, planned in ((99, False), (100, True)):
+        assert (decide(start, models, step=step, global_batch_size=64, rule=rule) is not None) is planned
 
 
 def test_a_move_that_turns_back_is_not_halved_if_its_gain_lasts():

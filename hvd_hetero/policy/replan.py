@@ -7,7 +7,9 @@ A new plan replaces the current one if all of this holds (a plan that violates t
   of the slowest of n ranks. Both thresholds rise with the number of recent plans, since a machine whose speed drifts
   always offers another plan. After a change of speed, which was observed for a few steps only, the minimum is doubled.
 - The minimum does not rise for a gain that lasts: one that the older half of the last observations offers as well as
-  the newer half. So a plan that was made for a rank that was slow for a while does not stay when that has passed.
+  the newer half. So a plan that was made for a rank that was slow for a while does not stay when that has passed. But
+  models may promise a gain that never comes, again and again: where a step takes much longer from some size on, say. So
+  with each such plan that turned back, the next one needs a plan that has held for twice as long.
 - Some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %).
 - The current plan has held for the cool-down, which is short for the first plans and right after a change of speed.
 
@@ -171,7 +173,11 @@ def decide(
     if early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    settled = min(counts) >= SETTLED and not early
+    plans = (*previous, current)
+    turns = sum(new.step - now.step >= SETTLED and turns_back(new.shares, now.shares, old.shares)
+                for old, now, new in zip(plans, plans[1:], plans[2:], strict=False))
+    held = SETTLED * (2**turns - 1)
+    settled = min(counts) >= SETTLED and step - current.step >= held and not early
 
     def reach(last: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:
         return reachable(current.shares, models, limits, trust_region=rule.trust_region, last=last,
