@@ -43,6 +43,13 @@ def ends(balancer: Balancer) -> None:
         _DEALT.last_by = None
 
 
+def dealt_by_stranger(to: Balancer) -> bool:
+    """Whether the last batch was dealt by another balancer than `to`, which was never passed to an optimizer or
+    tape."""
+    last_by = None if _DEALT.last_by is None else _DEALT.last_by()
+    return last_by is not None and last_by is not to and not last_by.exchanges.ever
+
+
 LOOKS = 2  # times that `UnusedBalancerCheck.check` looks
 
 
