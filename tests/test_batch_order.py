@@ -142,6 +142,20 @@ def test_a_batch_of_none_may_be_left_out():
                 order.passes(stranger=False)
 
 
+def test_a_validation_that_is_broken_off_is_not_trained_on():
+    """Where a script announces its batches itself."""
+    balancer, validation = (hvd.Balancer(WHOLE, engine=SoloEngine()) for _ in range(2))
+    model = copy.deepcopy(MODEL)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, _ in islice(DataLoader(make_data(), batch_size=WHOLE), 5):
+            balancer.begin(len(x))
+            model(x).sum().backward()
+            optimizer.step()
+            next(iter(hvd.BalancedDataLoader(make_data(), balancer=validation)))
+
+
 @pytest.mark.parametrize("shares", [SHARES, None])
 def test_batches_that_are_loaded_ahead_are_weighted_by_their_own_samples(shares):
     """As docs/pytorch.md says how; also where plans change, with shares that follow measured times."""
