@@ -1,4 +1,5 @@
-"""Warns of a training loop that loads batches ahead of their use, or goes on with batches after the loader's last."""
+"""Warns of a training loop that loads batches ahead of their use, goes on with batches after the loader's last, or
+takes them from a loader that the optimizer knows nothing of."""
 
 from __future__ import annotations
 
@@ -16,10 +17,17 @@ OVER = (
     "last one, as with itertools.cycle, which hands out the batches of the first epoch for ever. Gradients are "
     "weighted by the samples of the last batch. Iterate over the loader anew for each epoch."
 )
+STRANGER = (
+    "Where the loss is a mean over the batch loaded last: expected an hvd.BalancedDataLoader with the optimizer's "
+    "balancer. Received: one with another balancer, which no optimizer has. Gradients are weighted by the samples that "
+    "the optimizer's balancer has dealt, so those of this batch count wrongly where shares differ. What to do: "
+    "docs/pytorch.md, \"Prefetchers, and several loaders\"."
+)
 
 
 class BatchOrder:
-    """Warns, once, of a backward pass that follows an unused batch in the same loop, or the end of a loop.
+    """Warns, once, of a backward pass that follows an unused batch in the same loop, the end of a loop, or a batch that
+    a balancer without an optimizer has dealt.
 
     Gradients are weighted by the samples of the batch that the loader handed out last, so each batch needs its backward
     pass before the next one is loaded. A loop without any backward pass, such as an evaluation, is fine. A loop is one
@@ -58,12 +66,13 @@ class BatchOrder:
             self.leaves()
         self.over = False
 
-    def passes(self) -> None:
-        """Notes that a backward pass begins, and warns if a batch was left unused before it or the loop has ended."""
+    def passes(self, *, stranger: bool) -> None:
+        """Notes that a backward pass begins, and warns if a batch was left unused before it, the loop has ended, or a
+        `stranger`, a balancer that no optimizer has, dealt the last batch."""
         self.steps()
-        if not self._told and (self._unused or self.over):
+        if not self._told and (self._unused or self.over or stranger):
             self._told = True
-            script.warn(UNUSED.format(samples=self._unused) if self._unused else OVER)
+            script.warn(UNUSED.format(samples=self._unused) if self._unused else STRANGER if stranger else OVER)
 
     def steps(self) -> None:
         """Notes that the present batch is used, also where a rank takes a step without a backward pass."""

@@ -158,7 +158,7 @@ class ParameterGuard:
                 f"{ranks_text([engine.ranks[rank] for rank in others])}, by {most:.2g} of their norm. Broadcast them "
                 f"from rank {first} before training (hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and "
                 "change parameters and gradients on all ranks alike (PyTorch: who leaves backward() out calls "
-                "optimizer.synchronize() before clipping)."
+                "optimizer.synchronize() before clipping, and who clips takes the norm of the optimizers' parameters)."
             )
         for index in range(len(parameters.lossy)):  # sent again, so that no rank has to hold a copy of the whole model
             parameters.write(index, self._first(parameters, index))

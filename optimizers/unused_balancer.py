@@ -17,11 +17,13 @@ class _Dealt:
     Attributes:
         number: how many batches all balancers together have dealt.
         last_by: the balancer that dealt the last one; None also once its epoch has ended.
+        by: all balancers that have dealt one.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.last_by: weakref.ref[Balancer] | None = None
+        self.by: weakref.WeakSet[Balancer] = weakref.WeakSet()
 
 
 _DEALT = _Dealt()
@@ -32,6 +34,7 @@ def deals(balancer: Balancer) -> None:
     _DEALT.number += 1
     if _DEALT.last_by is None or _DEALT.last_by() is not balancer:
         _DEALT.last_by = weakref.ref(balancer)
+        _DEALT.by.add(balancer)
 
 
 def ends(balancer: Balancer) -> None:
@@ -41,6 +44,13 @@ def ends(balancer: Balancer) -> None:
     """
     if _DEALT.last_by is not None and _DEALT.last_by() is balancer:
         _DEALT.last_by = None
+
+
+def dealt_by_stranger(to: Balancer) -> bool:
+    """Whether `to` has dealt batches, but the last one was dealt by another balancer, which was never passed to an
+    optimizer or tape."""
+    last_by = None if _DEALT.last_by is None else _DEALT.last_by()
+    return last_by is not None and last_by is not to and not last_by.exchanges.ever and to in _DEALT.by
 
 
 LOOKS = 2  # times that `UnusedBalancerCheck.check` looks

@@ -60,6 +60,12 @@ def after_looking(loader, train):
     in_order(loader, train)
 
 
+def in_pairs_of_two_balancers(loader, train):
+    other = hvd.BalancedDataLoader(make_data(), balancer=hvd.Balancer(WHOLE // 2, engine=SoloEngine()))
+    for batch, _ in zip(loader, other, strict=False):
+        train(batch)
+
+
 def over_and_over(loader, train):
     for batch in islice(cycle(loader), 2 * len(loader)):
         train(batch)
@@ -71,12 +77,16 @@ def with_a_last_one_of_its_own(loader, train):
     train(next(iter(DataLoader(make_data(), batch_size=WHOLE))))
 
 
-def looking_in_between(loader, train):
-    other = hvd.BalancedDataLoader(make_data(), balancer=loader.balancer)
+def looking_in_between(loader, train, balancer=None):
+    other = hvd.BalancedDataLoader(make_data(), balancer=balancer or loader.balancer)
     for index, batch in enumerate(loader):
         train(batch)
         for _ in other if index else zip(range(2), other, strict=False):  # to its end, and left in the middle
             pass
+
+
+def looking_with_another_balancer(loader, train):
+    looking_in_between(loader, train, hvd.Balancer(WHOLE // 2, engine=SoloEngine()))
 
 
 def with_some_left_out(loader, train):
@@ -89,6 +99,7 @@ def with_some_left_out(loader, train):
     "loop, told",
     [
         (in_order, None), (after_looking, None), (looking_in_between, None), (with_a_last_one_of_its_own, None),
+        (looking_with_another_balancer, None), (in_pairs_of_two_balancers, "another balancer"),
         (in_advance, "before the next"), (in_pairs, "before the next"), (with_some_left_out, "before the next"),
         (over_and_over, "itertools.cycle"),
     ],
@@ -128,7 +139,21 @@ def test_a_batch_of_none_may_be_left_out():
         for index, samples in enumerate((4, 0, 4)):
             order.begins(samples, first=index == 0)
             if samples:
-                order.passes()
+                order.passes(stranger=False)
+
+
+def test_a_validation_that_is_broken_off_is_not_trained_on():
+    """Where a script announces its batches itself."""
+    balancer, validation = (hvd.Balancer(WHOLE, engine=SoloEngine()) for _ in range(2))
+    model = copy.deepcopy(MODEL)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, _ in islice(DataLoader(make_data(), batch_size=WHOLE), 5):
+            balancer.begin(len(x))
+            model(x).sum().backward()
+            optimizer.step()
+            next(iter(hvd.BalancedDataLoader(make_data(), balancer=validation)))
 
 
 @pytest.mark.parametrize("shares", [SHARES, None])

@@ -296,6 +296,23 @@ def test_a_dataset_smaller_than_a_global_batch():
     assert sorted(first + second) == list(range(5)) and len(first) == 3
 
 
+def test_a_dataset_that_grows_is_an_error_but_with_a_sampler_of_constant_length():
+    """As a replay buffer. PyTorch's `DataLoader` takes what is new; the order that is dealt would leave it out."""
+
+    def program(engine, sampler=None):
+        data = [torch.tensor([float(i)]) for i in range(WHOLE)]
+        loader = hvd.BalancedDataLoader(
+            data, balancer=hvd.Balancer(WHOLE, engine=engine), sampler=sampler, collate_fn=lambda samples: samples
+        )
+        list(loader)
+        data.append(torch.tensor([float(WHOLE)]))
+        return sum(map(len, loader))
+
+    with pytest.raises(ValueError, match=f"expected {WHOLE} samples.*Received: {WHOLE + 1}.*new BalancedDataLoader"):
+        World(2).run(program, timeout_s=20)
+    assert sum(World(2).run(lambda engine: program(engine, list(range(WHOLE))), timeout_s=20)) == WHOLE
+
+
 def test_a_progress_bar_on_rank_0_alone(capfd):
     def program(engine):
         balancer = hvd.Balancer(WHOLE, engine=engine, shares=(5, 3))

@@ -155,18 +155,37 @@ class NumberedFeed:
 
     Args:
         sampler: deals them.
+        length: samples that the dataset has to have in each iteration; None where a user's sampler gives the order.
         arguments: of `DataLoader`, except those that the sampler replaces.
     """
 
-    def __init__(self, dataset: Any, *, sampler: BalancedBatchSampler, seed: int, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: BalancedBatchSampler,
+        length: int | None,
+        seed: int,
+        arguments: dict[str, Any],
+    ) -> None:
         self.sampler, self._seed = sampler, seed
+        self._dataset, self._length = dataset, length
         self._worker_seed = WorkerSeed(arguments)
         arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"))
         self.loader = DataLoader(dataset, batch_sampler=sampler, **arguments)
 
     def batches(self) -> Iterator[Loaded]:
-        """The batches of one iteration."""
+        """The batches of one iteration.
+
+        Raises:
+            ValueError: the dataset has more or fewer samples than it has to have.
+        """
         sampler, left = self.sampler, self.sampler.left
+        if self._length is not None and (now := len(self._dataset)) != self._length:
+            raise ValueError(
+                f"dataset: expected {self._length} samples, as there were when the loader was made. Received: {now}. "
+                "Make a new BalancedDataLoader for them, on all ranks."
+            )
         batches, size = sampler.batches_left, sampler.balancer.global_batch_size
         if not batches:
             return

@@ -201,7 +201,13 @@ class BalancedDataLoader:
                 lookahead=lookahead,
             )
             arguments["num_workers"] = num_workers
-            self._feed = NumberedFeed(dataset, sampler=numbered, seed=seed, arguments=arguments)
+            self._feed = NumberedFeed(
+                dataset,
+                sampler=numbered,
+                length=length if sampler is None else None,
+                seed=seed,
+                arguments=arguments,
+            )
         self._iterations = 0
         self.batch_sampler = self._feed.sampler
         self.loader = self._feed.loader

@@ -17,6 +17,7 @@ import torch
 from hvd_hetero.optimizers.departure import PeerError
 from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.progress import BatchProgress
+from hvd_hetero.optimizers.unused_balancer import dealt_by_stranger
 
 from .accumulation import GradientAccumulation
 from .backward import backward_pass
@@ -199,7 +200,7 @@ class StepPhases:
                 "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
-        self._balancer.batch_order.passes()
+        self._balancer.batch_order.passes(stranger=dealt_by_stranger(self._balancer))
         self._balancer.count_warnings.passes(self._balancer.samples)
         backward_pass().add(self)
         last = self._progress.last_pass and self._count.complete
@@ -261,7 +262,7 @@ class StepPhases:
         if self._untouched:
             self._accumulated.count_untouched(self._progress.part_terms)
         elif not self._accumulated.begun and (self._balancer.begin_if_unannounced() or self._set_by_hand()):
-            self._balancer.batch_order.passes()
+            self._balancer.batch_order.passes(stranger=dealt_by_stranger(self._balancer))
             terms, batches = self._by_now()
             self._accumulated.put(terms, batches=max(1, batches))
         self._accumulated.end_batch(counts=True, loop=self._progress.loop)
