@@ -98,9 +98,9 @@ def prefix_connection(""",
     Edit(
         name="heard_end",
         reason="where a rank cannot be started, as its folder of --output-filename cannot be written to or its host "
-        "has a name that is none, the launcher's thread for it ends with an exception, and nobody hears that it failed: an "
-        "elastic job waits for it for ever, or ends with status 0. So it is where nobody reads any more that a rank "
-        "has failed (| head). The rank has failed now, whatever the thread meets",
+        "has a name that is none, the launcher's thread for it ends with an exception, and nobody hears that it "
+        "failed: an elastic job waits for it for ever, or ends with status 0. So it is where nobody reads any more "
+        "that a rank has failed (| head). The rank has failed now, whatever the thread meets",
         file="horovod/runner/gloo_run.py",
         find="""        return exit_code, time.time()
 
