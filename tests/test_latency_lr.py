@@ -164,16 +164,17 @@ def test_a_changed_global_batch_is_followed_in_a_ramp():
 @pytest.mark.parametrize("rule", ["sqrt", "adascale"])
 @pytest.mark.parametrize("stop", [7, 23, 45])
 def test_a_state_saved_in_the_middle_goes_on_bit_for_bit(rule, stop):
-    """Stopped in a warm-up, in a ramp and behind it; the state goes through JSON."""
+    """Stopped in a warm-up, in a ramp and behind it; the state goes through JSON. The global batch has grown before."""
 
     def step(lr, index):
-        return lr.advance(
+        factor = lr.advance(
             samples=64 if index < 12 else 32, global_batch_size=64, staleness=float(index % 3),
             noise=sums(48.0, 2.0 + index % 5, (50, 10, 4)),
         )  # fmt: skip
+        return factor, lr.due()
 
     def make():
-        return LatencyLR(rule=rule, base_batch_size=16, global_batch_size=64, warmup_steps=15, ramp_steps=10)
+        return LatencyLR(rule=rule, base_batch_size=16, global_batch_size=48, warmup_steps=15, ramp_steps=10)
 
     whole, first = make(), make()
     expected = [step(whole, index) for index in range(60)]
