@@ -112,7 +112,7 @@ def prefix_connection(""",
         try:
             return _exec_command(command, slot_info, events)
         except Exception as e:
-            safe_shell_exec.write_to(sys.stdout, 'Process {idx} failed: {kind}: {message}\n'.format(
+            safe_shell_exec.write_to(sys.stdout, 'Process {idx} failed: {kind}: {message}\\n'.format(
                 idx=slot_info.rank, kind=type(e).__name__, message=e))
             if terminate_all_event:
                 terminate_all_event.set()
@@ -135,7 +135,7 @@ def prefix_connection(""",
                 try:
                     file.close()
                 except OSError as e:
-                    safe_shell_exec.write_to(sys.stdout, '{name} lacks what Process {idx} has said: {message}\n'.format(
+                    safe_shell_exec.write_to(sys.stdout, '{name} lacks what Process {idx} has said: {message}\\n'.format(
                         name=file.name, idx=index, message=e))
 """,
     ),
@@ -145,7 +145,7 @@ def prefix_connection(""",
         file="horovod/runner/gloo_run.py",
         find="""            print(command)
 """,
-        replace="""            safe_shell_exec.write_to(sys.stdout, command + '\n')
+        replace="""            safe_shell_exec.write_to(sys.stdout, command + '\\n')
 """,
     ),
 )
