@@ -518,7 +518,7 @@ def test_a_rank_whose_output_a_full_disk_does_not_take_has_not_failed(tmp_path: 
     for name in ("stdout", "stderr"):
         (tmp_path / "rank.0" / name).symlink_to("/dev/full")
     assert run_by_launcher("echo said", files=tmp_path) == 0
-    assert "lacks what Process 0 has said" in capsys.readouterr().out
+    assert "lacks what Process 0 said" in capsys.readouterr().out
 
 
 @needs("heard_end")

@@ -135,7 +135,7 @@ def prefix_connection(""",
                 try:
                     file.close()
                 except OSError as e:
-                    safe_shell_exec.write_to(sys.stdout, '{name} lacks what Process {idx} has said: {message}\\n'.format(
+                    safe_shell_exec.write_to(sys.stdout, '{name} lacks what Process {idx} said: {message}\\n'.format(
                         name=file.name, idx=index, message=e))
 """,
     ),
