@@ -25,6 +25,12 @@ class _Dealt:
         self.last_by: weakref.ref[Balancer] | None = None
         self.by: weakref.WeakSet[Balancer] = weakref.WeakSet()
 
+    @property
+    def last_by_forgotten(self) -> Balancer | None:
+        """The balancer that dealt the last batch, if it was never passed to an optimizer or tape; else None."""
+        last_by = None if self.last_by is None else self.last_by()
+        return None if last_by is None or last_by.exchanges.ever else last_by
+
 
 _DEALT = _Dealt()
 
@@ -49,8 +55,7 @@ def ends(balancer: Balancer) -> None:
 def dealt_by_stranger(to: Balancer) -> bool:
     """Whether `to` has dealt batches, but the last one was dealt by another balancer, which was never passed to an
     optimizer or tape."""
-    last_by = None if _DEALT.last_by is None else _DEALT.last_by()
-    return last_by is not None and last_by is not to and not last_by.exchanges.ever and to in _DEALT.by
+    return _DEALT.last_by_forgotten not in (None, to) and to in _DEALT.by
 
 
 LOOKS = 2  # times that `UnusedBalancerCheck.check` looks
@@ -77,8 +82,7 @@ class UnusedBalancerCheck:
         if not self._looks:
             return
         self._looks -= 1
-        last_by = None if _DEALT.last_by is None else _DEALT.last_by()
-        if _DEALT.number > self._made and last_by is not None and not last_by.exchanges.ever:
+        if _DEALT.number > self._made and _DEALT.last_by_forgotten is not None:
             raise RuntimeError(
                 "Expected the balancer of hvd.BalancedDataLoader or hvd.BalancedDataset also in what reduces the "
                 "gradients. Received: none, so that all ranks would count alike, whatever their shares. Pass balancer= "

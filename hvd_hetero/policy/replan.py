@@ -163,7 +163,8 @@ def decide(
 
     counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
     changed = any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts)
-    lately = sum(plan.step > step - LATELY * rule.cooldown_steps for plan in (*previous, current)[1:])
+    plans = (*previous, current)
+    lately = sum(plan.step > step - LATELY * rule.cooldown_steps for plan in plans[1:])
     recent = 0 if changed else lately
     cooldown = rule.early_cooldown_steps if recent < EARLY_PLANS else rule.cooldown_steps
     early = step - current.step < cooldown or min(counts) < rule.minimum_observations
@@ -173,7 +174,6 @@ def decide(
     if early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    plans = (*previous, current)
     turns = sum(new.step - now.step >= SETTLED and turns_back(new.shares, now.shares, old.shares)
                 for old, now, new in zip(plans, plans[1:], plans[2:], strict=False))
     held = SETTLED * (2**turns - 1)
