@@ -47,12 +47,12 @@ class BalancerArguments:
     """
 
     global_batch_size: int
-    min_share: int
-    max_share: int | None
-    quantum: int
-    max_micro_batch: int | None
-    shares: tuple[int, ...] | None
-    adaptive: bool
+    min_share: int = 1
+    max_share: int | None = None
+    quantum: int = 1
+    max_micro_batch: int | None = None
+    shares: tuple[int, ...] | None = None
+    adaptive: bool = True
     rule: ReplanRule = ReplanRule()
     identity: int = 0
     kind: int = 0

@@ -247,6 +247,7 @@ class Balancer:
         Raises:
             ValueError: `samples` is no integer of at least 0, or `whole` none of at least 1 and of `samples`.
         """
+        self.step_timer.before_batch()
         self.batch_order.any_begins()
         self._begin(samples, whole)
         self.step_timer.run()

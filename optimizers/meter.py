@@ -88,7 +88,7 @@ class ComputeMeter:
         self._segments: list[tuple[Any, Any]] = []  # closed ones, until `take`
         self._start: Any = None  # mark at which the open segment begins; None if no segment is open
         self._mark_s: float | None = None  # processor time at which the open segment, or else the pause, began
-        self._computing_s = self._waiting_s = self._loading_s = 0.0  # processor time since the last `take_extra_s`
+        self._computing_s = self._waiting_s = self._other_s = 0.0  # processor time since the last `take_extra_s`
         self._aside_s = 0.0  # wall time of waits for other ranks within compute, since the last `take_aside_s`
         self._is_aside = False  # whether the rank is within `aside`
         self._pieces: list[SegmentPart] = []  # earlier parts of the open segment, each ended by an interruption
@@ -123,15 +123,29 @@ class ComputeMeter:
 
     def pause(self) -> None:
         """Ends the open segment, if there is one."""
-        if self._start is not None:
-            end = self.now()
-            for piece in (*self._pieces, self._piece(end, end, aside_s=0.0, waits=False)):
-                self._segments.append(piece.segment)
-                self._computing_s += piece.computing_s
-                self._waiting_s += piece.waiting_s
-                self._aside_s += piece.aside_s
-            self._mark_s = end.processor_s
-        self._start = None
+        for piece in self._close():
+            self._segments.append(piece.segment)
+            self._computing_s += piece.computing_s
+            self._waiting_s += piece.waiting_s
+            self._aside_s += piece.aside_s
+
+    def take_open(self) -> Segments:
+        """Returns the open segment up to now, if there is one, and begins another. It was no compute, but other work of
+        this rank, whose processor time counts like that of loading."""
+        pieces = self._close()
+        self._other_s += sum(piece.computing_s for piece in pieces)
+        self._start = pieces[-1].segment[1] if pieces else None
+        return Segments(self._stopwatch, [piece.segment for piece in pieces])
+
+    def _close(self) -> list[SegmentPart]:
+        """Ends the open segment, if there is one, and returns its parts."""
+        if self._start is None:
+            return []
+        end = self.now()
+        pieces = [*self._pieces, self._piece(end, end, aside_s=0.0, waits=False)]
+        self._pieces.clear()
+        self._start, self._mark_s = None, end.processor_s
+        return pieces
 
     def now(self) -> Moment:
         """The present moment. May be called from any thread."""
@@ -177,7 +191,7 @@ class ComputeMeter:
         """Counts the processor time since `since_s`, a value of `processor_s`, as loading of data: neither as compute
         nor as service of the communication. The caller has kept it out of an open segment, see `aside`."""
         seconds = self._processor_s() - since_s
-        self._loading_s += seconds
+        self._other_s += seconds
         if self._start is None and self._mark_s is not None:
             self._mark_s += seconds
 
@@ -208,30 +222,30 @@ class ComputeMeter:
         """Discards everything that was measured and not taken yet, except that an open segment stays open."""
         self.take()
         self._pieces.clear()
-        self._computing_s = self._waiting_s = self._loading_s = self._aside_s = 0.0
+        self._computing_s = self._waiting_s = self._other_s = self._aside_s = 0.0
 
-    def take_extra_s(self, compute_s: float, loaded_s: float = 0.0) -> float:
+    def take_extra_s(self, compute_s: float, elsewhere_s: float = 0.0) -> float:
         """Seconds to add to the measured compute time: service of the communication, and what a CPU quota costs in the
         long run (see the formulas of this module). 0 for a rank that does not compute on its CPU cores.
 
         Args:
             compute_s: wall time of the compute since the last call.
-            loaded_s: wall time of the loading since the last call whose processor time `count_loading` was given.
+            elsewhere_s: wall time since the last call of what `count_loading` and `take_open` have counted.
         """
-        computing_s, waiting_s, loading_s = self._computing_s, self._waiting_s, self._loading_s
-        self._computing_s = self._waiting_s = self._loading_s = 0.0
+        computing_s, waiting_s, other_s = self._computing_s, self._waiting_s, self._other_s
+        self._computing_s = self._waiting_s = self._other_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
         cores, head_start_s = self._look_at_quota(), 0.0
         if cores is not None:
             # The median of several steps: a single one is off by up to a period of the quota, as compute falls into it.
-            self._ahead_s.append((computing_s + loading_s) / cores - compute_s - loaded_s)
+            self._ahead_s.append((computing_s + other_s) / cores - compute_s - elsewhere_s)
             head_start_s = max(0.0, statistics.median(self._ahead_s))
         # A rank that polls while it waits, as with MPI, uses much more processor time than service takes: so service is
         # counted as `compute_s` at the most. The rate of the cores is that of compute, as loading may wait for a disk.
         slowness = compute_s / computing_s  # wall time per processor time
         if head_start_s > 0.0:
-            slowness = (compute_s + loaded_s + head_start_s) / (computing_s + loading_s)
+            slowness = (compute_s + elsewhere_s + head_start_s) / (computing_s + other_s)
         return head_start_s + min(compute_s, waiting_s * slowness)
 
     def _look_at_quota(self) -> float | None:

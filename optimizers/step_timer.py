@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from .loading_meter import LoadingMeter, LoadingTimes
 from .meter import ComputeMeter, Pace, Segments
 from .stop import StopMeter
 
+AFTER = 9  # steps whose lower quartile is what a rank does after each step: a validation now and then is not in it
+
 
 class Entry(NamedTuple):
     """The samples and times of one rank between two exchanges, for the trace.
@@ -24,8 +27,8 @@ class Entry(NamedTuple):
         samples: the number of this rank's samples.
         data_s: seconds that the rank waited for data.
         compute_s: seconds that it computed.
-        extra_s: further seconds that plans count as its own: loading that it did itself, serving the communication, and
-            what a CPU quota costs it in the long run (see `ComputeMeter.take_extra_s`).
+        extra_s: further seconds that plans count as its own: loading that it did itself, what it does after each step,
+            serving the communication, and what a CPU quota costs it in the long run (see `ComputeMeter.take_extra_s`).
         loading_s: seconds that workers need at least to load these samples while the rank computes.
     """
 
@@ -40,6 +43,7 @@ class Ended(NamedTuple):
     """A step that has ended, but whose compute time the device may not have reported yet."""
 
     taken: Segments
+    after: Segments  # what was done after the step before it
     samples: int
     batches: int
     supplied: LoadingTimes
@@ -90,6 +94,9 @@ class StepTimer:
         self._stops = StopMeter()
         self._samples = self._batches = 0
         self._discarded = False
+        self._has_stepped = False  # whether a step has ended since the last batch began
+        self._after = Segments(self._meter.stopwatch, [])  # what was done between that step and that batch
+        self._after_s: deque[float] = deque(maxlen=AFTER)
         self.loading_meter.restart()
         self.known: tuple[float, float] = (0.0, 0.0)
 
@@ -110,6 +117,12 @@ class StepTimer:
         self.loading_meter.begin()
         self._batches += 1
         self._samples += samples
+
+    def before_batch(self) -> None:
+        """Says that a batch is about to begin. What this rank did since its last step, other than to wait for data, was
+        work after that step, as on a metric."""
+        if self._has_stepped:
+            self._after, self._has_stepped = self._meter.take_open(), False
 
     @property
     def running(self) -> bool:
@@ -145,9 +158,9 @@ class StepTimer:
         times are known, by a later call if a GPU is still at the step."""
         self.read()
         supplied = self.loading_meter.end()
-        ended = Ended(self._meter.take(), self._samples, self._batches, supplied, self._discarded, tell)
+        ended = Ended(self._meter.take(), self._after, self._samples, self._batches, supplied, self._discarded, tell)
         self._samples, self._batches, self._discarded = 0, 0, False
-        self._ended = ended
+        self._ended, self._after, self._has_stepped = ended, Segments(self._meter.stopwatch, []), True
         if ended.taken.known():
             self.read()
         elif not self._late:
@@ -169,7 +182,12 @@ class StepTimer:
         own_s, loaders = supplied.own_s, supplied.speed
         if supplied.step_s is not None:  # in local steps, nobody waits for the device, which computes during loading
             own_s = min(own_s, max(0.0, supplied.step_s - compute_s))
-        extra_s = own_s + self._meter.take_extra_s(compute_s, own_s)
+        after_s = ended.after.seconds()
+        if ended.after.segments:
+            self._after_s.append(after_s)
+        extra_s = own_s + self._meter.take_extra_s(compute_s, own_s + after_s)
+        if len(self._after_s) > 1:  # what was done once need not belong to each step
+            extra_s += sorted(self._after_s)[(len(self._after_s) - 1) // 4]
         if loaders is not None and not ended.discarded:
             # All numbers are those of the ended step: if the device is behind, another batch is in use by now.
             loaders.observe(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
@@ -220,6 +238,7 @@ class StepTimer:
         self._samples, self._batches = state["begun"]
         if self._batches:
             self.loading_meter.begin()
+        self._has_stepped = False
         self._discarded = self._batches > 0  # the time of the batches begun before is not known
 
 

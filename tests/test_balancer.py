@@ -207,8 +207,8 @@ def test_a_rank_that_never_had_a_sample_stops_no_planning():
     from hvd_hetero.policy.partition import Bound
 
     terms = BalancerArguments(
-        global_batch_size=64, min_share=0, max_share=None, quantum=1, max_micro_batch=None, shares=(32, 32, 0),
-        adaptive=True, bounds=(Bound(),) * 3, micro_caps=(None,) * 3, first_shares=(32, 32, 0),
+        global_batch_size=64, min_share=0, shares=(32, 32, 0), bounds=(Bound(),) * 3, micro_caps=(None,) * 3,
+        first_shares=(32, 32, 0),
     )  # fmt: skip
     planner = Planner(terms)
     for step in range(30):

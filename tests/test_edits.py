@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def test_an_edit_may_make_a_file_but_not_over_another(tmp_path: Path) -> None:
 def test_every_edit_fits_the_real_source(source: Path, plain: bool) -> None:
     chosen = edits.chosen(EVERYTHING, plain=plain)
     assert edits.apply(chosen, source) == edits.names(chosen)
+    for file in {each.file for each in chosen if each.file.endswith(".py")}:
+        ast.parse((source / file).read_text(), file)
     # what replaces a text holds it or has taken its place: a second round would find something else
     with pytest.raises(EditFailed):
         edits.apply(chosen, source)

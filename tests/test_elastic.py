@@ -72,9 +72,8 @@ def planner(identities, kinds=()):
     bounds = (Bound(lower=1),) * len(identities)
     shares = (64 // len(identities),) * len(identities)
     return Planner(BalancerArguments(
-        global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
-        identities=identities, kinds=kinds, bounds=bounds, micro_caps=(None,) * len(identities), first_shares=shares,
-        rule=ReplanRule(warmup_steps=0),
+        global_batch_size=64, identities=identities, kinds=kinds, bounds=bounds, micro_caps=(None,) * len(identities),
+        first_shares=shares, rule=ReplanRule(warmup_steps=0),
     ))  # fmt: skip
 
 

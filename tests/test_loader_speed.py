@@ -45,8 +45,7 @@ def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
     draw, ranks, now_s, ends = random.Random(seed), len(computes), 0.0, [0.0]
     first = equal_shares(batch, ranks)
     planner = Planner(BalancerArguments(
-        global_batch_size=batch, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None,
-        adaptive=True, bounds=(Bound(lower=1),) * ranks, first_shares=first, micro_caps=(None,) * ranks,
+        global_batch_size=batch, bounds=(Bound(lower=1),) * ranks, first_shares=first, micro_caps=(None,) * ranks,
     ))  # fmt: skip
     workers, said = [Loaded() for _ in range(ranks)], None
     for step in range(steps):

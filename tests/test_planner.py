@@ -59,11 +59,6 @@ def planner_of(ranks: int = 4, *, batch: int | None = None, least: int = 1) -> P
     terms = BalancerArguments(
         global_batch_size=whole,
         min_share=least,
-        max_share=None,
-        quantum=1,
-        max_micro_batch=None,
-        shares=None,
-        adaptive=True,
         identities=tuple(range(ranks)),
         bounds=(Bound(lower=least),) * ranks,
         first_shares=(whole // ranks,) * ranks,

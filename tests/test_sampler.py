@@ -127,6 +127,18 @@ def test_what_was_dealt_and_not_used_is_dealt_again():
     assert sorted(sum(first[:3], [])) == list(range(WHOLE * 3)) and first[3] != first[0]
 
 
+def test_a_batch_is_dealt_by_the_plan_of_the_step_that_will_use_it_also_when_dealt_again(monkeypatch):
+    balancer, sampler, watch = make(SoloEngine(), WHOLE * 9)
+    asked = []
+    monkeypatch.setattr(balancer, "deal", lambda step: asked.append(step) or balancer.plan_at(step))
+    for number in range(4):
+        sampler.rewind()
+        for _ in range(3):  # of which one is used
+            sampler.deal()
+        assert asked[-3:] == [number, number + 1, number + 2]
+        step(balancer, sampler.used(), watch)
+
+
 def test_a_state_saved_anywhere_goes_on_from_there():
     _, sampler, _ = make(SoloEngine(), WHOLE * 3)
     sampler.rewind()

@@ -110,12 +110,37 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
             watch.now_s += 0.5
             optimizer.step()
             found.append(balancer.step_timer.reported)
-            watch.now_s += 3.0  # and between two steps all is: a validation, and its sum
+            watch.now_s += 0.25  # and between two steps: a metric, and its sum
             pair.allreduce_async(torch.ones(1), name="validated").wait()
-            watch.now_s += 2.0
+            watch.now_s += 0.5
         return found
 
-    assert World(2).run(program) == [[(2.0, 1.5)] * 4, [(2.0, 2.5)] * 4]
+    found = World(2).run(program)
+    assert found == [[(2.0, each)] * 2 + [(2.0, each + 0.75)] * 2 for each in (1.5, 2.5)], "known once seen twice"
+
+
+@pytest.mark.parametrize("every", [1, 2, 9])
+def test_what_a_rank_does_after_each_step_is_its_own_and_a_validation_now_and_then_is_not(every):
+    watch, heard = Late(), []
+    watch.done = 10**6
+    step_timer = StepTimer(watch)
+    for step in range(30):
+        step_timer.before_batch()
+        steps(watch, step_timer, [1.0], heard)
+        step_timer.run()
+        watch.now_s += 0.5
+        if step % every == 0:
+            with step_timer.aside():  # waits for data of its own
+                watch.now_s += 100.0
+            watch.now_s += 7.0
+        if step == 20:  # a batch that broke off, and what is done then
+            step_timer.before_batch()
+            step_timer.begin(samples=0)
+            step_timer.run()
+            watch.now_s += 50.0
+        said = step_timer.reported[1]
+        assert said == (1.0 if step < 2 else 8.5 if every == 1 else 1.5) / (2 if step == 21 else 1), step
+    assert {each[2] for each in heard} == {1.0}, "compute is told without it"
 
 
 def test_looking_for_a_better_plan_is_no_compute_of_rank_0():

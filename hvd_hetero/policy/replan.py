@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from operator import itemgetter
+from typing import NamedTuple
 
 from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
@@ -161,58 +162,43 @@ def decide(
         return _next_plan(current, shares, step, "the global batch or the bounds changed",
                           step_time_s(models, shares, micro_batch))
 
-    counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
-    changed = any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts)
-    plans = (*previous, current)
-    lately = sum(plan.step > step - LATELY * rule.cooldown_steps for plan in plans[1:])
-    recent = 0 if changed else lately
-    cooldown = rule.early_cooldown_steps if recent < EARLY_PLANS else rule.cooldown_steps
-    early = step - current.step < cooldown or min(counts) < rule.minimum_observations
-    if step < rule.warmup_steps or (early and current.version > 0) or min(counts) < rule.observations_needed(current):
+    moment = _moment_of(current, previous, models, step=step, rule=rule)
+    if moment is None:
         return None
-
-    if early:      # two steps are too little to leave a rank out
+    if moment.early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    turns = sum(new.step - now.step >= SETTLED and turns_back(new.shares, now.shares, old.shares)
-                for old, now, new in zip(plans, plans[1:], plans[2:], strict=False))
-    held = SETTLED * (2**turns - 1)
-    settled = min(counts) >= SETTLED and step - current.step >= held and not early
 
     def reach(last: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:
         return reachable(current.shares, models, limits, trust_region=rule.trust_region, last=last,
                          micro_batch=micro_batch)
 
     def lasts(shares: Sequence[int]) -> bool:
-        return settled and rule.minimum_gain < min(
+        return moment.settled and rule.minimum_gain < min(
             _gain_in_half(half, models, current.shares, shares, micro_batch, measured_step_s or 0.0) for half in (0, 1))
 
-    last = None if changed or not previous else previous[-1].shares
-    shares, cut = reach(None if settled else last)
-    if settled and not lasts(shares):
+    last = None if moment.changed or not previous else previous[-1].shares
+    shares, cut = reach(None if moment.settled else last)
+    if moment.settled and not lasts(shares):
         shares, cut = reach(last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
     (before, now_s), (after, new_s) = (_slowest(models, each, micro_batch) for each in (current.shares, shares))
     step_s = max(now_s, measured_step_s or 0.0)
+    reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
+
+    def pays(gain_s: float, error: float, *, to: Sequence[int]) -> bool:
+        """`error`: the standard error of `to`'s time, as a fraction of it."""
+        least = rule.minimum_gain if lasts(to) else moment.minimum_gain(rule)
+        return gain_s / step_s > max(least, moment.standard_errors(len(ranks)) * error * now_s / step_s)
+
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
     # If that rank is limited by loading, only compute time beyond the loading time makes the prediction uncertain.
     compute_s = models[after].compute_s(shares[after], micro_batch[after] if micro_batch else None)
     stretch = max(0.0, compute_s * (1.0 + stretch) / new_s - 1.0)
     known = [models[rank].standard_error for rank in {before, after}]     # of one rank once: both times have its error
-    error = math.hypot(*known, stretch) * new_s / now_s
-    surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
-    minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
-    minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
-    minimum = max(minimum, rule.early_gain) if early else minimum
-    reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
-
-    def pays(gain_s: float, error: float, *, to: Sequence[int]) -> bool:
-        least = rule.minimum_gain if lasts(to) else minimum
-        return gain_s / step_s > max(least, surprise * error * now_s / step_s)
-
-    if not pays(now_s - new_s, error, to=shares):
-        if early or not cut:
+    if not pays(now_s - new_s, math.hypot(*known, stretch) * new_s / now_s, to=shares):
+        if moment.early or not cut:
             return None
         aim = split(models, global_batch_size, limits, micro_batch=micro_batch)
         after, aim_s = _slowest(models, aim, micro_batch)
@@ -222,6 +208,56 @@ def decide(
             return None
         reason = f"rank {before} is slowest: it takes {now_s:.4g} s, on the way to shares with {aim_s:.4g} s"
     return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
+
+
+class _Moment(NamedTuple):
+    """What matters for the next plan in a job's plans so far, and in how much is known of the current one."""
+
+    changed: bool      # a rank's speed has changed a short time ago
+    lately: int      # the number of recent plans
+    early: bool      # the job still has the plan that it began with, and little is known of it
+    settled: bool      # so much is known that a gain may be called one that lasts
+
+    @property
+    def recent(self) -> int:
+        """Recent plans, as far as they count after a change of speed."""
+        return 0 if self.changed else self.lately
+
+    def minimum_gain(self, rule: ReplanRule) -> float:
+        """The least gain of a plan."""
+        least = rule.minimum_gain * DEARER[min(self.lately, len(DEARER) - 1)]
+        least *= 2.0 if self.changed and self.lately >= EARLY_PLANS else 1.0
+        return max(least, rule.early_gain) if self.early else least
+
+    def standard_errors(self, ranks: int) -> float:
+        """So many standard errors a gain has to exceed, if a step ends with the slowest of `ranks` ranks."""
+        return max(2.0, math.sqrt(2.0 * math.log(ranks))) * (1.0 if self.recent < FEW_PLANS else 1.5)
+
+
+def _moment_of(current: Plan, previous: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, rule: ReplanRule
+               ) -> _Moment | None:
+    """What matters at `step` for a plan after the current one; None if it is too soon for a plan."""
+    counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
+    plans = (*previous, current)
+    moment = _Moment(
+        changed=any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts),
+        lately=sum(plan.step > step - LATELY * rule.cooldown_steps for plan in plans[1:]),
+        early=False,
+        settled=min(counts) >= SETTLED and step - current.step >= _settles_after(plans),
+    )
+    cooldown = rule.early_cooldown_steps if moment.recent < EARLY_PLANS else rule.cooldown_steps
+    early = step - current.step < cooldown or min(counts) < rule.minimum_observations
+    if step < rule.warmup_steps or (early and current.version > 0) or min(counts) < rule.observations_needed(current):
+        return None
+    return moment._replace(early=early, settled=moment.settled and not early)
+
+
+def _settles_after(plans: Sequence[Plan]) -> int:
+    """The steps after which a gain over the last of `plans` may be called one that lasts: the more, the more often a
+    plan for such a gain has turned back."""
+    turns = sum(new.step - now.step >= SETTLED and turns_back(new.shares, now.shares, old.shares)
+                for old, now, new in zip(plans, plans[1:], plans[2:], strict=False))
+    return SETTLED * (2**turns - 1)
 
 
 def _next_plan(current: Plan, shares: tuple[int, ...], step: int, reason: str, predicted_step_s: float) -> Plan:
