@@ -441,6 +441,12 @@ def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys, arguments, cod
     assert words in capsys.readouterr().err
 
 
+def test_who_reports_on_other_files_hears_that_they_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "rank-00000.jsonl").write_text("no record\nat all\n")
+    assert main(["report", str(tmp_path)]) == 1
+    assert "of 0, and with 2 lines that cannot be read" in capsys.readouterr().err
+
+
 def test_a_report_is_drawn(tmp_path):
     record(tmp_path, late=0.2)
     place = tmp_path / "report.svg"

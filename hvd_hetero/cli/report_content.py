@@ -107,8 +107,10 @@ def read_run(folder: str, *, skip: int) -> Run:
         raise CommandError(f"{error}\n  What to do: name the folder that hvd.Balancer(run=...) or HVD_HETERO_RUN "
                            "named, of one job.") from error
     if not any(len(rank.after(skip)) for rank in run.ranks.values()):
+        unreadable = sum(rank.unreadable for rank in run.ranks.values())
+        also = f", and with {unreadable} lines that cannot be read" if unreadable else ""
         raise CommandError(f"expected a run of more than {skip} steps. Received: {folder}, of "
-                           f"{max(len(rank.steps) for rank in run.ranks.values())}.\n"
+                           f"{max(len(rank.steps) for rank in run.ranks.values())}{also}.\n"
                            "  What to do: train for longer, or take --skip 0.")
     return run
 
