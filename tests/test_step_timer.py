@@ -110,13 +110,13 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
             watch.now_s += 0.5
             optimizer.step()
             found.append(balancer.step_timer.reported)
-            watch.now_s += 0.25  # and between two steps: a metric, and its sum
+            watch.now_s += 0.25  # and between two steps: a metric, for which all wait, and what follows its sum
             pair.allreduce_async(torch.ones(1), name="validated").wait()
             watch.now_s += 0.5
         return found
 
     found = World(2).run(program)
-    assert found == [[(2.0, each)] * 2 + [(2.0, each + 0.75)] * 2 for each in (1.5, 2.5)], "known once seen twice"
+    assert found == [[(2.0, each)] * 2 + [(2.0, each + 0.5)] * 2 for each in (1.5, 2.5)], "known once seen twice"
 
 
 @pytest.mark.parametrize("every", [1, 2, 9])
