@@ -136,6 +136,7 @@ class ComputeMeter:
         pieces = self._close()
         self._start = pieces[-1].segment[1] if pieces else None
         since = max((number + 1 for number, piece in enumerate(pieces) if piece.aside_s), default=0)
+        self._aside_s += sum(piece.aside_s for piece in pieces)
         self._other_s += sum(piece.computing_s for piece in pieces[since:])
         return Segments(self._stopwatch, [piece.segment for piece in pieces[since:]])
 

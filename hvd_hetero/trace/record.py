@@ -145,10 +145,12 @@ class Trace:
         Args:
             step: index of its global batch.
             samples, share: this rank's samples, and its share by the plan.
-            data_s, compute_s, wait_s: seconds waited for data, computed, and waited for the exchange.
+            data_s, compute_s: seconds waited for data, and computed.
+            wait_s: seconds waited for the exchange, and for others in what the script sends itself since the last step.
             bytes: bytes that this rank sent.
             extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in
-                the training process, serving the communication, and being held up by a CPU quota.
+                the training process, what is done after each step, serving the communication, and being held up by a
+                CPU quota.
             loading_s: the least seconds that loading its samples takes while the rank computes; 0: too little to
                 notice.
             t_s: when the step ended, in seconds since the epoch; None: now.
