@@ -257,8 +257,9 @@ class LocalSteps:
             if not self.begun:
                 self._begin()
             ends, start = self.ends, time.perf_counter()
-            self.rounds.finish()
-            self._start_check.end()
+            with self._balancer.step_timer.aside():  # told as an event, and as no wait of the step that follows
+                self.rounds.finish()
+                self._start_check.end()
             self.begun = self.apart = False
             self._balancer.record.event("together", step=self._newest + 1, wait_s=time.perf_counter() - start)
             if ends:

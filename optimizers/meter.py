@@ -130,12 +130,15 @@ class ComputeMeter:
             self._aside_s += piece.aside_s
 
     def take_open(self) -> Segments:
-        """Returns the open segment up to now, if there is one, and begins another. It was no compute, but other work of
-        this rank, whose processor time counts like that of loading."""
+        """Returns the open segment up to now, if there is one, from this rank's last wait for others in it on, and
+        begins another. It was no compute, but other work of this rank, whose processor time counts like that of
+        loading. What came before such a wait is left out: the others have waited for it, whatever anybody's share."""
         pieces = self._close()
-        self._other_s += sum(piece.computing_s for piece in pieces)
         self._start = pieces[-1].segment[1] if pieces else None
-        return Segments(self._stopwatch, [piece.segment for piece in pieces])
+        since = max((number + 1 for number, piece in enumerate(pieces) if piece.aside_s), default=0)
+        self._aside_s += sum(piece.aside_s for piece in pieces)
+        self._other_s += sum(piece.computing_s for piece in pieces[since:])
+        return Segments(self._stopwatch, [piece.segment for piece in pieces[since:]])
 
     def _close(self) -> list[SegmentPart]:
         """Ends the open segment, if there is one, and returns its parts."""

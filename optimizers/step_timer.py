@@ -119,8 +119,8 @@ class StepTimer:
         self._samples += samples
 
     def before_batch(self) -> None:
-        """Says that a batch is about to begin. What this rank did since its last step, other than to wait for data, was
-        work after that step, as on a metric."""
+        """Says that a batch is about to begin. What this rank did since its last step, or since it waited for others
+        after that, was work after that step, as on a metric; to wait for data was none."""
         if self._has_stepped:
             self._after, self._has_stepped = self._meter.take_open(), False
 

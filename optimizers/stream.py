@@ -122,7 +122,7 @@ class StreamSampler:
         self.run = 0
         self._answers = 0  # orders of the present iteration that were carried out
         self.loaded = 0
-        self._content = 0  # checksum of the batch in use
+        self._whole = self._content = 0  # samples of the batch in use, over all ranks, and their checksum
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.stateful_parts.add(self)
         balancer.engine.on_reset_end(self._agree)
@@ -200,10 +200,11 @@ class StreamSampler:
         """Says that the oldest order was carried out: its reader has returned a batch, or has ended."""
         self._answers += 1
 
-    def use(self, content: int) -> None:
-        """Says that the next batch is in use from now on; `content` is its checksum."""
+    def use(self, whole: int, content: int) -> None:
+        """Says that the next batch is in use from now on: `whole` samples over all ranks, whose checksum is `content`.
+        """
         self.position += 1
-        self._content = content
+        self._whole, self._content = whole, content
 
     def miss(self) -> None:
         """Says that this rank could not load the next batch, which the other ranks use: it counts as used."""
@@ -212,8 +213,9 @@ class StreamSampler:
     @property
     def origin(self) -> int:
         """A hash, below `ORIGINS`, of the position in the epoch and the content of the batch in use. Ranks compare it
-        in each exchange, to notice that their loaders are at different batches."""
-        return zlib.crc32(f"{self.position} {self._content}".encode()) % ORIGINS
+        in each exchange, to notice that their loaders are at different batches, or that the stream of one ends early.
+        """
+        return (zlib.crc32(f"{self.position} {self._content}".encode()) + self._whole) % ORIGINS
 
     def end_epoch(self) -> None:
         """Goes to the beginning of the next epoch; is called when the stream has ended."""

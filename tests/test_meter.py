@@ -232,6 +232,23 @@ def test_what_was_waited_for_others_in_the_middle_is_told_once(monkeypatch):
     assert rank.meter.take_aside_s() == pytest.approx(3.0) and rank.meter.take_aside_s() == 0.0
 
 
+def test_between_two_steps_a_rank_has_worked_since_it_last_waited_for_others_and_all_waits_are_told(monkeypatch):
+    rank = Rank(1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: rank.now_s)
+    rank.meter.run()
+    for waits, wall_s in ((True, 2.0), (True, 1.0), (False, 7.0)):
+        rank.passes(0.5)
+        with rank.meter.aside(waits=waits):
+            rank.passes(0.1, wall_s=wall_s)
+    rank.passes(0.25)
+    assert rank.meter.take_open().seconds() == pytest.approx(0.75)
+    rank.passes(4.0)
+    assert rank.meter.take_open().seconds() == pytest.approx(4.0), "another one has begun"
+    rank.meter.pause()
+    assert not rank.meter.take_open().segments
+    assert rank.meter.take().seconds() == 0.0 and rank.meter.take_aside_s() == pytest.approx(3.0)
+
+
 def test_a_segment_begins_when_what_it_needs_was_there():
     rank = Rank(1.0)
     early = rank.meter.now()

@@ -110,13 +110,35 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
             watch.now_s += 0.5
             optimizer.step()
             found.append(balancer.step_timer.reported)
-            watch.now_s += 0.25  # and between two steps: a metric, and its sum
+            watch.now_s += 0.25  # and between two steps: a metric, for which all wait, and what follows its sum
             pair.allreduce_async(torch.ones(1), name="validated").wait()
             watch.now_s += 0.5
         return found
 
     found = World(2).run(program)
-    assert found == [[(2.0, each)] * 2 + [(2.0, each + 0.75)] * 2 for each in (1.5, 2.5)], "known once seen twice"
+    assert found == [[(2.0, each)] * 2 + [(2.0, each + 0.5)] * 2 for each in (1.5, 2.5)], "known once seen twice"
+
+
+@pytest.mark.parametrize(("passes", "batches"), [(3, 1), (1, 3), (2, 2)])
+def test_all_passes_of_an_update_are_compute_and_what_is_done_between_its_batches_is_not(passes, batches):
+    def program(engine):
+        watch = Late()
+        watch.done = 10**6
+        balancer, model = hvd.Balancer(4, engine=engine, adaptive=False), copy.deepcopy(PROTOTYPE)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, backward_passes_per_step=passes * batches
+        )
+        balancer.step_timer.measure_with(watch)
+        for _ in range(batches):
+            watch.now_s += 7.0
+            balancer.begin(2)
+            for _ in range(passes):
+                watch.now_s += 1.0
+                model(torch.ones(2, 3)).mean().backward()
+        optimizer.step()
+        return balancer.step_timer.reported
+
+    assert World(2).run(program) == [(2.0, float(passes))] * 2
 
 
 @pytest.mark.parametrize("every", [1, 2, 9])

@@ -327,7 +327,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("other", [{"step": 2}, {"length": 3 * WHOLE}, {"first": 1}])
+@pytest.mark.parametrize("other", [{"step": 2}, {"length": 3 * WHOLE}, {"length": 6 * WHOLE - 1}, {"first": 1}])
 def test_ranks_with_other_streams_notice(form, other):
     def program(engine):
         data = Labels(form, **other) if engine.rank == 1 else Labels(form)

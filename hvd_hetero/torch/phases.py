@@ -247,6 +247,7 @@ class StepPhases:
             self._finish()
         else:
             self._balancer.step_timer.pause()
+            self._balancer.step_timer.run()  # another pass over this batch; what comes before another batch is not kept
 
     # The exchange ---------------------------------------------------------------------------------------------------
 

@@ -137,6 +137,6 @@ class ShardFeed:
                     sampler.miss()
                     raise
                 sampler.answered()
-                sampler.use(read.content)
+                sampler.use(read.whole, read.content)
                 sampler.reached(read.reader, read.place)
                 yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole)

@@ -257,7 +257,7 @@ class StreamFeed:
                 elif passes_over:
                     passes_over -= 1
                 else:
-                    sampler.use(read.content)
+                    sampler.use(read.whole, read.content)
                     yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole)
 
 

@@ -39,7 +39,7 @@ class Step(NamedTuple):
         samples, share: the rank's samples, and its share by the plan.
         data_s: seconds waited for data.
         compute_s: seconds of compute.
-        wait_s: seconds waited for the exchange, and in it for other ranks.
+        wait_s: seconds waited for the exchange, and for other ranks in it and in what the script sends itself.
         bytes: bytes that the rank sent.
         extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in the
             training process, what is done after each step, serving the communication, and a CPU quota.

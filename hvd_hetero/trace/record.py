@@ -145,7 +145,8 @@ class Trace:
         Args:
             step: index of its global batch.
             samples, share: this rank's samples, and its share by the plan.
-            data_s, compute_s, wait_s: seconds waited for data, computed, and waited for the exchange.
+            data_s, compute_s: seconds waited for data, and computed.
+            wait_s: seconds waited for the exchange, and for others in what the script sends itself since the last step.
             bytes: bytes that this rank sent.
             extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in
                 the training process, what is done after each step, serving the communication, and a CPU quota.
