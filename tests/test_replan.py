@@ -140,6 +140,7 @@ def test_the_first_plan_is_replaced_after_two_observations_by_one_that_gains_muc
     {"models": [*known(1 / 18, observations=2), *known(1 / 16, 1 / 15, 1 / 14)], "step": 40},
     {"models": [*known(1 / 8, observations=1), *known(1 / 4, 1 / 2, 1 / 2)]},
     {"rule": ReplanRule(early_gain=0.1, minimum_gain=0.6)},
+    {"models": known(1 / 60, 1.0, 1.0, 1.0, observations=2), "rule": ReplanRule(early_gain=0.4)},      # nor on the way
 ])
 def test_the_first_plan_is_not_replaced_early_for_little_or_for_noise(hindrance):
     soon = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), "step": 3, "global_batch_size": 64}
@@ -372,9 +373,11 @@ def test_the_more_plans_there_were_lately_the_more_has_to_be_gained(plans, chang
     ((1.0, 1.0), 50, True), ((0.95, 1.05), 50, True), ((1.0, 1.0), 49, False), (None, 50, False),
     ((1.2, 0.9), 50, False), ((0.9, 1.2), 50, False),
 ])
-def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observations, lasts):
-    """It lasts if the older half of 50 observations or more of each rank offers it as well as the newer."""
-    models = [replace(each, observations=observations) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
+@pytest.mark.parametrize("unit_s", [1.0, 1e-3])
+def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observations, lasts, unit_s):
+    """It lasts if the older half of 50 observations or more of each rank offers it as well as the newer: that much of a
+    whole step, with what no plan changes."""
+    models = [replace(each, observations=observations) for each in exact(*(unit_s / n for n in (24, 16, 12, 12)))]
     models = [replace(models[0], halves=halves), *(replace(each, halves=halves and (1.0, 1.0)) for each in models[1:])]
     current, asked = after_plans(3, shares=(27, 14, 11, 12))      # rank 0 takes a tenth too long
     found = decide(current, models, **asked)
@@ -383,14 +386,19 @@ def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observ
         assert found.shares == (24, 16, 12, 12)
     rule = ReplanRule(minimum_gain=0.12)      # which holds for any gain
     assert decide(current, models, rule=rule, **asked) is None
+    found = decide(current, models, measured_step_s=3.0 * unit_s, **asked)
+    assert (found is not None) is (lasts and min(halves) == 1.0)
 
 
-@pytest.mark.parametrize(("turns", "least"), [(0, 20), (1, SETTLED), (2, 3 * SETTLED)])
-def test_the_more_plans_turned_back_for_a_gain_that_lasts_the_longer_the_next_one_waits(turns, least):
+@pytest.mark.parametrize(("turns", "apart", "least"), [
+    (0, SETTLED, 20), (1, SETTLED, SETTLED), (2, SETTLED, 3 * SETTLED), (2, SETTLED - 1, 20),
+])
+def test_the_more_plans_turned_back_for_a_gain_that_lasts_the_longer_the_next_one_waits(turns, apart, least):
+    """Plans that turned back sooner were made for no such gain."""
     models = [replace(each, observations=50, halves=(1.0, 1.0)) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
     there, back = (27, 14, 11, 12), (24, 16, 12, 12)
     since = [there if ago % 2 == 0 else back for ago in range(turns + 2)]      # the last plan first
-    plans = [replace(START, version=number, step=1000 + SETTLED * number, shares=shares)
+    plans = [replace(START, version=number, step=1000 + apart * number, shares=shares)
              for number, shares in enumerate([since[-1], since[-1], *reversed(since)])]
     *previous, current = plans      # so many that otherwise more is asked for
     for held, planned in ((least - 1, False), (least, True)):
@@ -489,6 +497,8 @@ def test_a_part_of_the_way_is_not_gone_for_little_or_for_noise():
     assert decide(current, free, rule=rule, **asked) is not None
     asked["previous"] = (*asked["previous"][:-1], replace(last, shares=(4, 9, 9, 10)))
     assert decide(current, free, rule=rule, **asked) is None      # of the way back, a half counts
+    lasting = [replace(each, observations=50, halves=(1.0, 1.0)) for each in free]
+    assert decide(current, lasting, rule=ReplanRule(minimum_gain=0.2), **asked) is not None      # unless it lasts
     assert decide(current, exact(5.0, 1.0, 1.0, 1.0), **asked) is None      # the whole way is not far
 
 
