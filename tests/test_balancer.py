@@ -288,6 +288,28 @@ def test_what_was_dealt_stays_dealt_where_another_loader_has_come_less_far():
     assert horizon.said(2, lookahead=0, ahead=0) == 3
 
 
+def test_what_a_rank_has_reported_may_be_dealt_before_the_answer_and_nothing_beyond():
+    """Which is as much as its loader may deal, and as many batches further as it may begin."""
+    for dealt, lookahead, last in [(5, 1, 8), (3, 4, 9)]:
+        horizon, order, reached = DealingHorizon(dealt), [], threading.Event()
+        horizon.said(2, lookahead=lookahead, ahead=3, answers=2)
+
+        def deals(horizon=horizon, order=order, reached=reached, last=last):
+            for step in (last, last + 1):
+                with horizon.reaching(step):
+                    order.append(step)
+                reached.set()
+
+        thread = threading.Thread(target=deals, daemon=True)
+        thread.start()
+        assert reached.wait(5.0)
+        for answer in ("first", "second"):
+            with horizon.heard():
+                order.append(answer)
+        thread.join(5.0)
+        assert order == [last, "first", "second", last + 1]
+
+
 @pytest.mark.parametrize("call", ["withdraw", "complete"])
 def test_a_rank_that_fails_waits_until_the_others_have_heard_of_it(call):
     """For its process ends then, and with it all that they wait for."""
@@ -306,14 +328,16 @@ def test_a_rank_that_fails_waits_until_the_others_have_heard_of_it(call):
 def test_a_thread_that_deals_ahead_goes_on_where_a_state_is_loaded():
     balancer = Balancer(SoloEngine(), global_batch_size=4)
     state, dealt = balancer.state_dict(), []
-    balancer.dialogue.horizon.said(0, lookahead=0, ahead=0)
+    before = balancer.dialogue.horizon
+    assert before.said(0, lookahead=0, ahead=0) == 0
     thread = threading.Thread(target=lambda: dealt.append(balancer.deal(1)), daemon=True)
     thread.start()
     time.sleep(0.05)
     assert not dealt, "no plan is to come in behind it"
     balancer.load_state_dict(state)
     thread.join(5.0)
-    assert dealt
+    assert dealt and before.said(0, lookahead=0, ahead=0) == 1
+    assert balancer.dialogue.horizon.said(0, lookahead=0, ahead=0) == 0, "that was of the batches before"
 
 
 @pytest.mark.parametrize("wrong, text", [
@@ -415,16 +439,21 @@ def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
         balancer.step_timer.known, dialogue.staleness = (4.0, 0.5), 2.0
         balancer.step_timer._stops = SimpleNamespace(take=lambda: control.StopSums(3.0, 2.0, 1.0))
         balancer.departure.leaving.said = True
+        balancer.lookahead, balancer.step_timer.loading_s = 2, 0.25
         report = control.unpack(dialogue.outgoing(leads=False, count=3.0), ranks=2)
         assert report.count == 3.0 and report.announcement is None
         assert report.leaving == (balancer.rank,) and report.stopping == report.failed == () and not report.lays_out
-        assert report.samples == report.compute_s == (0.0, 0.0) and report.staleness == 0.0
+        assert report.samples == report.compute_s == report.loading_s == (0.0, 0.0) and report.staleness == 0.0
         assert report.dealt_ahead == (0, 0) and report.stop_sums == (control.StopSums(),) * 2
         said = control.unpack(dialogue.outgoing(leads=True, count=3.0), ranks=2)
         assert said.samples[balancer.rank] == 4.0 and said.compute_s[balancer.rank] == 0.5 and said.staleness == 1.0
         assert said.stop_sums[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
+        assert said.loading_s[balancer.rank] == 0.25 and said.dealt_ahead[balancer.rank] == 2
         assert (said.announcement is None) == (balancer.rank != 0)
-        balancer.step_timer.loading_s = 0.25  # what is measured apart counts for rounds of those that do not lead, too
+        bound = dialogue.horizon._bound
+        dialogue.incoming(report, leads=False)
+        assert dialogue.horizon._bound == bound, "no answer to what leads"
+        # What is measured apart counts for rounds of those that do not lead, too.
         said = control.unpack(dialogue.outgoing(leads=False, count=3.0, measured=(8.0, 0.5)), ranks=2)
         assert said.busy_s[balancer.rank] == 2.0
 
