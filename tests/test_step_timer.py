@@ -149,6 +149,31 @@ def test_what_a_rank_does_after_each_step_is_its_own_and_a_validation_now_and_th
     assert {each[2] for each in heard} == {1.0}, "compute is told without it"
 
 
+def test_under_a_quota_every_second_of_processor_time_costs_the_same_whatever_it_is_for():
+    """Compute, service, and what is done after a step."""
+    now, used = [0.0], [0.0]
+    step_timer = StepTimer(
+        WallClock(lambda: now[0]), quota_cores=lambda: 0.5, clock=lambda: now[0], processor_s=lambda: used[0]
+    )
+
+    def passes(work_s, wall_s):
+        now[0], used[0] = now[0] + wall_s, used[0] + work_s
+
+    for _ in range(5):
+        step_timer.before_batch()
+        step_timer.begin(samples=4)
+        step_timer.run()
+        passes(0.1, 0.1)  # the others kept it waiting: its quota is ahead
+        step_timer.pause()
+        passes(0.02, 0.7)
+        step_timer.run()
+        step_timer.pause()
+        step_timer.end(lambda entry: None)
+        step_timer.run()
+        passes(0.1, 0.1)
+    assert step_timer.reported == (4.0, pytest.approx(0.22 / 0.5))
+
+
 def test_what_was_done_once_after_a_step_is_not_of_two_steps():
     """Of which the second begins no batch, as the last merge."""
     watch, heard = Late(), []
