@@ -13,6 +13,7 @@ from hvd_hetero.policy.regime import since_last_speed_change
 from hvd_hetero.policy.replan import SETTLED, Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 from hvd_hetero.policy.strategy import LOCAL
+from hvd_hetero.policy.trust_region import reachable
 
 SPEEDS = (8.0, 4.0, 2.0, 2.0)
 START = Plan(version=0, step=0, shares=(16, 16, 16, 16), reason="start")
@@ -444,12 +445,14 @@ def test_a_gain_that_errors_of_measurement_explain_is_none(ranks, plans, errors)
 def test_a_share_that_shrinks_is_as_uncertain_as_one_that_grows(caps, overhead_s, shares):
     """Rank 0 is the slowest before and after, in a time that rests on its overhead; also if that is of several passes.
     """
-    current, bounds, found = replace(START, shares=(32, 32)), [Bound(), Bound(upper=shares[1])], []
-    for overhead_error in (0.0, 0.5, 1.5):
-        models = known(0.02 if overhead_s else 1.0, 0.01, overhead_s=overhead_s, standard_error=0.0)
-        models = [replace(model, overhead_error=overhead_error) for model in models]
-        found.append(decide(current, models, step=50, global_batch_size=64, bounds=bounds, micro_batch=caps))
-    assert found[0].shares == found[1].shares == shares and found[2] is None
+    current = replace(START, shares=(32, 32))
+    for bounds in ([Bound(), Bound(upper=shares[1])], [Bound(lower=shares[0]), Bound()]):
+        found = []
+        for overhead_error in (0.0, 0.5, 1.5):
+            models = known(0.02 if overhead_s else 1.0, 0.01, overhead_s=overhead_s, standard_error=0.0)
+            models = [replace(model, overhead_error=overhead_error) for model in models]
+            found.append(decide(current, models, step=50, global_batch_size=64, bounds=bounds, micro_batch=caps))
+        assert found[0].shares == found[1].shares == shares and found[2] is None
 
 
 def test_a_rank_that_comes_back_may_be_the_slowest():
@@ -482,6 +485,32 @@ def test_a_small_share_grows_where_a_part_of_the_way_gains_too_little(plans, sha
         asked = {**asked, "previous": (*asked["previous"], current)[-plans:], "step": plan.step + 25}
         current = plan
     assert taken == [2, 4, 8] and current.shares == (8,) * len(shares) and sum(current.shares) == whole
+
+
+def test_a_share_shrinks_to_nothing_where_a_part_of_the_way_gains_too_little():
+    """Each pass of rank 0 takes long, however few its samples are."""
+    models = [replace(exact(0.01)[0], overhead_s=30.0), *exact(1.0, 1.0, 1.0)]
+    current, asked = replace(START, version=1, shares=(4, 20, 20, 20)), {"step": 50, "global_batch_size": 64}
+    plan = decide(current, models, **asked)
+    assert plan.shares == (1, 21, 21, 21) and "on the way" in plan.reason
+    assert decide(plan, models, **{**asked, "step": 100}, previous=(current,)).shares == (0, 22, 21, 21)
+
+
+def test_there_are_shares_within_reach_whatever_came_before_and_none_goes_back_by_more_than_half():
+    """Up to a quantum."""
+    rng = random.Random(3)
+    for _ in range(300):
+        limits = [Bound(lower=0, quantum=rng.choice([1, 2, 3, 4, 8])) for _ in range(rng.randint(2, 5))]
+        current, last = ([each.quantum * rng.randint(0, 6) for each in limits] for _ in range(2))
+        if not (whole := sum(current)):
+            continue
+        models = known(*(rng.uniform(0.1, 3.0) for _ in limits))
+        best, damped = (reachable(current, models, limits, trust_region=2.0, last=one)[0] for one in (None, last))
+        for shares in (best, damped):
+            assert sum(shares) == whole and all(map(Bound.allows, limits, shares))
+        for limit, new, least, now, old in zip(limits, best, damped, current, last, strict=True):
+            if (new - now) * (now - old) < 0:
+                assert abs(least - now) < abs(new - now) / 2 + limit.quantum
 
 
 def test_a_part_of_the_way_is_not_gone_for_little_or_for_noise():
