@@ -720,6 +720,9 @@ def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_th
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: awaited)
     assert one.wait_avoiding_deadlock(lambda: next(looks), "merge", (0, 1)) is True
     assert not one._peer_group.awaited, "the next wait is one"
+    assert one.wait_avoiding_deadlock(lambda: False, "merge", (0, 1)) is False
+    assert one._peer_group.awaited, "it is awaited still"
+    one._peer_group.awaited = False
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: lambda: False)
     later = iter([False, False, True])
     assert one.wait_avoiding_deadlock(lambda: next(later), "merge", (0, 1)) is True
@@ -853,6 +856,34 @@ def test_a_wait_that_has_ended_while_another_was_looked_at_has_not_failed():
     looks.wait.lasts = lambda: looks.watch.end_graph_wait("next") or True
     looks.watch._end_failed_graph_waits()
     assert not looks.said and not looks.left
+
+
+@pytest.mark.parametrize("lasted_s", [5.0, 20.0])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_wait_that_ends_while_the_others_are_asked_is_no_story(lasted_s, fails):
+    looks = Looks(Patience(fixed_warn_s=4.0, bound_s=10.0))
+
+    def absent(*_):
+        if fails:
+            looks.wait.lasts = lambda: False
+        else:
+            looks.watch.end_graph_wait("sum")
+        return []
+
+    looks.watch._peer_group.absent = absent
+    looks.after(lasted_s)
+    assert not looks.said and not looks.left and not looks.heard
+
+
+def test_a_rank_listens_at_one_port_whatever_its_number_until_its_watch_is_closed():
+    one = Watch(None)
+    one.close()
+    one = Watch(None)
+    first, again = (Peer.from_text(one.introduce(rank)) for rank in (0, 1))
+    assert (first.port, again.rank) == (again.port, 1) and "waits" in peer.ask(again, {"kind": "state"})
+    one.close()
+    with pytest.raises(peer.GoneError):
+        peer.ask(again, {"kind": "state"})
 
 
 def test_who_has_joined_counts_its_wait_anew_whenever_all_others_answer():
