@@ -188,7 +188,7 @@ class Balancer:
     @property
     def plan(self) -> Plan:
         """The plan of the batch begun last: `shares`, `reason`, and with `strategy="auto"` the `strategy` chosen."""
-        return self.planner.plan_at(max(self.step, 0))
+        return self.planner.plan_at(self.step)
 
     @property
     def plans(self) -> Sequence[Plan]:

@@ -76,7 +76,7 @@ class Dialogue:
     def restart(self) -> None:
         """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""
         before, self.horizon = self.horizon, DealingHorizon(self._position.step)
-        before.unheard()
+        before.lift()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Makes `listener` be called after each exchange that leads. The attributes `entered`, `steps` and
@@ -246,4 +246,4 @@ class Dialogue:
 
     def unheard(self) -> None:
         """Lets dealing go on after an exchange that failed, whose result will never come."""
-        self.horizon.unheard()
+        self.horizon.lift()

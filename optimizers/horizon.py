@@ -66,17 +66,12 @@ class DealingHorizon:
                     self._changed.notify_all()
 
     def lift(self) -> None:
-        """Lifts the bound before the answer, when another rank waits for this one elsewhere, as in a validation.
+        """Lifts the bound before the answer: none will come, as the exchange has failed; or another rank waits for this
+        one elsewhere, as in a validation.
 
-        No plan will change the batches dealt meanwhile: none is made before that rank contributes to a merge again, and
-        then it holds for batches beyond those of both ranks.
+        No plan will change the batches dealt meanwhile: none is made before that other rank contributes to a merge
+        again, and then it holds for batches beyond those of both ranks.
         """
         with self._changed:
             self._bound = math.inf
             self._changed.notify_all()
-
-    def unheard(self) -> None:
-        """Lifts the bound: the exchange has failed, and no answer will come."""
-        with self._changed:
-            self._answers = 0
-            self.lift()

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,6 +110,19 @@ def test_shares_follow_speed_and_rest():
 def test_before_the_first_batch_the_first_plan_holds():
     balancer = World(1).run(lambda engine: Balancer(engine, global_batch_size=WHOLE))[0]
     assert balancer.step == -1 and balancer.plan_at(balancer.step) is balancer.plan
+    assert not balancer.adaptive, "there is nobody to share with"
+
+
+def test_before_the_first_batch_the_plan_is_the_one_of_that_batch():
+    """Also where a job that has not begun goes on with less room."""
+    begun = World(2).run(lambda engine: Balancer(engine, global_batch_size=8, shares=(6, 2)).state_dict())[0]
+
+    def program(engine):
+        balancer = Balancer(engine, global_batch_size=8, max_share=4)
+        balancer.load_state_dict(begun)
+        return balancer.plan.shares
+
+    assert World(2).run(program) == [(4, 4)] * 2
 
 
 def test_the_first_plan_stays_where_speeds_are_equal():
@@ -288,6 +302,28 @@ def test_what_was_dealt_stays_dealt_where_another_loader_has_come_less_far():
     assert horizon.said(2, lookahead=0, ahead=0) == 3
 
 
+def test_what_a_rank_has_reported_may_be_dealt_before_the_answer_and_nothing_beyond():
+    """Which is as much as its loader may deal, and as many batches further as it may begin."""
+    for dealt, lookahead, last in [(5, 1, 8), (3, 4, 9)]:
+        horizon, order, reached = DealingHorizon(dealt), [], threading.Event()
+        horizon.said(2, lookahead=lookahead, ahead=3, answers=2)
+
+        def deals(horizon=horizon, order=order, reached=reached, last=last):
+            for step in (last, last + 1):
+                with horizon.reaching(step):
+                    order.append(step)
+                reached.set()
+
+        thread = threading.Thread(target=deals, daemon=True)
+        thread.start()
+        assert reached.wait(5.0)
+        for answer in ("first", "second"):
+            with horizon.heard():
+                order.append(answer)
+        thread.join(5.0)
+        assert order == [last, "first", "second", last + 1]
+
+
 @pytest.mark.parametrize("call", ["withdraw", "complete"])
 def test_a_rank_that_fails_waits_until_the_others_have_heard_of_it(call):
     """For its process ends then, and with it all that they wait for."""
@@ -306,14 +342,16 @@ def test_a_rank_that_fails_waits_until_the_others_have_heard_of_it(call):
 def test_a_thread_that_deals_ahead_goes_on_where_a_state_is_loaded():
     balancer = Balancer(SoloEngine(), global_batch_size=4)
     state, dealt = balancer.state_dict(), []
-    balancer.dialogue.horizon.said(0, lookahead=0, ahead=0)
+    before = balancer.dialogue.horizon
+    assert before.said(0, lookahead=0, ahead=0) == 0
     thread = threading.Thread(target=lambda: dealt.append(balancer.deal(1)), daemon=True)
     thread.start()
     time.sleep(0.05)
     assert not dealt, "no plan is to come in behind it"
     balancer.load_state_dict(state)
     thread.join(5.0)
-    assert dealt
+    assert dealt and before.said(0, lookahead=0, ahead=0) == 1
+    assert balancer.dialogue.horizon.said(0, lookahead=0, ahead=0) == 0, "that was of the batches before"
 
 
 @pytest.mark.parametrize("wrong, text", [
@@ -359,7 +397,9 @@ def test_a_job_that_goes_on_with_less_room_keeps_to_it_from_the_first_batch_on(a
             engine, global_batch_size=WHOLE, max_share=40 if engine.rank == 0 else None, adaptive=adaptive
         )
         balancer.load_state_dict(state)
-        return [balancer.plan_at(balancer.step + ahead) for ahead in range(4)]
+        plans = [balancer.plan_at(balancer.step + ahead) for ahead in range(4)]
+        assert balancer.share == plans[1].shares[engine.rank]
+        return plans
 
     first, second = World(2).run(program)
     assert first == second and first[0].shares == (48, 16), "the plan of what was trained stays"
@@ -415,16 +455,21 @@ def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
         balancer.step_timer.known, dialogue.staleness = (4.0, 0.5), 2.0
         balancer.step_timer._stops = SimpleNamespace(take=lambda: control.StopSums(3.0, 2.0, 1.0))
         balancer.departure.leaving.said = True
+        balancer.lookahead, balancer.step_timer.loading_s = 2, 0.25
         report = control.unpack(dialogue.outgoing(leads=False, count=3.0), ranks=2)
         assert report.count == 3.0 and report.announcement is None
         assert report.leaving == (balancer.rank,) and report.stopping == report.failed == () and not report.lays_out
-        assert report.samples == report.compute_s == (0.0, 0.0) and report.staleness == 0.0
+        assert report.samples == report.compute_s == report.loading_s == (0.0, 0.0) and report.staleness == 0.0
         assert report.dealt_ahead == (0, 0) and report.stop_sums == (control.StopSums(),) * 2
         said = control.unpack(dialogue.outgoing(leads=True, count=3.0), ranks=2)
         assert said.samples[balancer.rank] == 4.0 and said.compute_s[balancer.rank] == 0.5 and said.staleness == 1.0
         assert said.stop_sums[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
+        assert said.loading_s[balancer.rank] == 0.25 and said.dealt_ahead[balancer.rank] == 2
         assert (said.announcement is None) == (balancer.rank != 0)
-        balancer.step_timer.loading_s = 0.25  # what is measured apart counts for rounds of those that do not lead, too
+        bound = dialogue.horizon._bound
+        dialogue.incoming(report, leads=False)
+        assert dialogue.horizon._bound == bound, "no answer to what leads"
+        # What is measured apart counts for rounds of those that do not lead, too.
         said = control.unpack(dialogue.outgoing(leads=False, count=3.0, measured=(8.0, 0.5)), ranks=2)
         assert said.busy_s[balancer.rank] == 2.0
 
@@ -650,6 +695,154 @@ def test_an_error_of_the_device_that_a_count_is_on_stays_what_it_is():
 def test_ranks_have_one_rule(rules, text):
     made = World(2).run(lambda engine: Balancer(engine, global_batch_size=4, rule=rules[engine.rank]), errors="return")
     assert all(isinstance(one, ValueError) for one in made) and text in str(made[1])
+
+
+class Told:
+    """A trace that keeps what it is told."""
+
+    def __init__(self):
+        self.steps, self.plans, self.events, self.flushed = [], [], [], 0
+
+    def now(self):
+        return 0.0
+
+    def step(self, **fields):
+        self.steps.append(fields)
+
+    def plan(self, plan):
+        self.plans.append(plan.version)
+
+    def event(self, kind, **fields):
+        self.events.append(kind)
+
+    def restart(self, rank):
+        self.events.append(f"restart {rank}")
+
+    def flush(self):
+        self.flushed += 1
+
+
+def test_a_step_is_from_its_batch_to_the_exchange_that_leads_with_what_all_exchanges_took():
+    now, trace = [0.0], Told()
+    device = SimpleNamespace(mark=lambda: now[0], passed=lambda mark: True, seconds=lambda start, end: end - start)
+    balancer = Balancer(SoloEngine(), global_batch_size=4, stopwatch=device, trace=trace)
+    balancer.step_timer.take_waited_s = lambda: 0.125
+    for _ in range(4):
+        balancer.begin(4)
+        now[0] += 1.0
+        for wait_s, sent, leads in ((0.5, 10, False), (0.25, 5, True)):
+            balancer.exchanged(wait_s=wait_s, bytes_sent=sent, leads=leads)
+        now[0] += 7.0  # done after each step: it is no compute, and the next plan counts it
+    found = [(each["step"], each["compute_s"], each["wait_s"], each["bytes"]) for each in trace.steps]
+    assert found == [(step, 1.0, 0.875, 15) for step in range(4)]
+    assert balancer.step_timer.known == (4, 8.0)
+    flushed = trace.flushed
+    balancer.end_epoch()
+    assert trace.flushed == flushed + 1
+
+
+class Hooked(SoloEngine):
+    """Keeps what it is asked to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends, self.contexts, self.waits = [], [], []
+
+    def on_reset_end(self, rebuild):
+        self.ends.append(rebuild)
+
+    def during_waits(self, context):
+        self.contexts.append(context)
+
+    def hear_waits(self, hear):
+        self.waits.append(hear)
+
+
+def test_a_balancer_hears_of_resets_and_of_waits_and_goes_on_where_it_was():
+    engine, trace = Hooked(), Told()
+    balancer = Balancer(engine, global_batch_size=4, trace=trace)
+    balancer.begin(4)
+    with engine.contexts[0]():
+        pass
+    balancer.step_timer.pause()
+    assert balancer.step_timer.take_waited_s() > 0.0
+    balancer.step_timer.known = (4.0, 0.5)
+    balancer.fail_at_exchange(OSError("lost with the ranks that were to hear of it"))
+    balancer.strategies.begins(balancer)
+    engine.ends[0]()
+    assert balancer.step == 0 and not balancer.departure.failed and balancer.step_timer.known == (0.0, 0.0)
+    assert not balancer.strategies.leads(balancer)
+    engine.waits[0](operation="sum")
+    assert trace.events == ["limits", "restart 0", "ranks", "limits", "wait"] and trace.plans == [0, 0]
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_shares_of_another_number_of_ranks_are_a_mistake_unless_ranks_come_and_leave(monkeypatch, elastic):
+    if elastic:
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    made = World(2).run(lambda engine: Balancer(engine, global_batch_size=9, shares=(3, 3, 3)), errors="return")
+    assert [isinstance(one, Balancer) for one in made] == [elastic] * 2
+    left = Balancer(SoloEngine(), global_batch_size=9, shares=(9,))
+    left._asked = replace(left._asked, shares=(3, 3, 3))  # of before the others left
+    left.rebuild()
+    assert left.plan.shares == (9,)
+
+
+def test_a_new_plan_is_told_and_so_is_who_takes_part_in_another_way():
+    for balancer in balancers(2, min_share=0):
+        balancer.trace = trace = Told()
+        plan = control.Announcement(version=1, shares=(8, 0), reason="", predicted_step_s=0.5, strategy="synchronous")
+        links = []
+        balancer.dialogue.links = SimpleNamespace(hear=lambda step, links=links, **how: links.append((step, how)))
+        for announcement in (plan, plan, None):
+            said = heard_of({"announcement": announcement}, {}, compute_s=0.5, samples=4.0)
+            balancer.dialogue.incoming(said, leads=True)
+        assert trace.plans == [0, 1] and trace.events == ["limits", "rung"]
+        assert links == [(-1, {"busy_s": (0.5, 0.5), "together": True})] * 3
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_who_has_failed_may_train_on_if_the_others_have_heard_of_it(ended):
+    """In the batch that they have begun, or in the next."""
+    balancer, waits = Balancer(SoloEngine(), global_batch_size=4), []
+    balancer.begin(4)
+    balancer.step_timer._pace = SimpleNamespace(usual_s=2.0, begin=lambda: None)
+    balancer.dialogue.horizon.said(0, lookahead=0, ahead=0)
+    begun = []
+    balancer.exchanges.attach(SimpleNamespace(on_begin=lambda: begun.append(balancer.step), on_count=lambda: None))
+    balancer.exchanges.withdraw = lambda usual_s: waits.append(usual_s) or ended
+    balancer.fail()
+    assert balancer.step == 1 and begun == [1] and waits == [2.0] and balancer.departure.failed
+    assert balancer.dialogue.horizon._bound == float("inf")
+    if ended:
+        balancer.begin(4)
+    else:
+        with pytest.raises(RuntimeError, match="Go on from a checkpoint"):
+            balancer.begin(4)
+
+
+def test_where_the_exchange_of_a_rank_that_fails_fails_too_nobody_trains_on():
+    def breaks(usual_s):
+        raise OSError("the others are gone")
+
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.exchanges.withdraw = breaks
+    balancer.fail()
+    with pytest.raises(RuntimeError, match="Go on from a checkpoint"):
+        balancer.begin(4)
+
+
+def test_a_trace_hears_of_going_back_and_of_nothing_where_a_job_goes_on():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    state = balancer.state_dict()
+    balancer.begin(4)
+    later = balancer.state_dict()
+    later["planner"]["loading_s"] = [0.25]
+    balancer.trace = trace = Told()
+    balancer.load_state_dict(later)
+    assert trace.events == ["limits"] and trace.plans == [0] and balancer.step_timer.loading_s == 0.25
+    balancer.load_state_dict(state)
+    assert trace.events == ["limits", "restart 0"] and trace.plans == [0, 0]
 
 
 def test_a_balancer_says_what_it_is_at():

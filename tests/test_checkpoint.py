@@ -489,7 +489,7 @@ def test_a_state_that_is_none_is_an_error_on_every_rank(tmp_path):
 
     for error in World(2).run(program, errors="return"):
         assert isinstance(error, TypeError) and "expected an hvd.elastic.TorchState" in str(error)
-        assert "rank 0: object" in str(error)
+        assert "rank 0: object" in str(error) and "rank 1" not in str(error)
 
 
 def test_an_interval_may_be_a_number_of_numpys_on_some_ranks(tmp_path):
@@ -633,6 +633,12 @@ def test_several_steps_at_a_time_save_where_they_pass_a_multiple(tmp_path):
         job.step(3)
     assert saves == [6, 12, 15, 21]
     job.close()
+    job = made(SoloEngine(), tmp_path / "x", Words(0), every_steps=1)
+    job.save = lambda: saves.append(job._steps)
+    job.step()
+    job.step()
+    assert saves[4:] == [1, 2]
+    job.close()
 
 
 def test_what_is_saved_is_what_ranks_have_come_to(tmp_path):
@@ -641,8 +647,10 @@ def test_what_is_saved_is_what_ranks_have_come_to(tmp_path):
     state.merge_models = lambda: vars(state).update(shared=b"one model", own=b"own of it")
     made(SoloEngine(), tmp_path / "x", state).save()
     other = Words(0)
+    other.merge_models = lambda: vars(other).update(shared=b"under way", merged=True)
     made(SoloEngine(), tmp_path / "x", other).restore()
     assert (other.shared, other.own) == (b"one model", b"own of it")
+    assert other.merged, "or what is under way would change it later"
 
 
 def test_what_is_left_of_a_file_of_any_name_goes(tmp_path):
@@ -723,12 +731,79 @@ def test_a_checkpoint_is_found_on_whatever_host_it_is(tmp_path, capsys):
 
     assert World(3).run(lambda engine: run(engine, 0, b"first")) == [(False, b"first")] * 3
     assert World(3).run(lambda engine: run(engine, 1)) == [(True, b"first")] * 3
-    assert "is on the host of rank 2: it is used" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("is used") == 1 and "is on the host of rank 2: it is used" in said
     assert World(3).run(lambda engine: run(engine, 2, b"second")) == [(True, b"second")] * 3
     for first in range(3):
         assert World(3).run(lambda engine, first=first: run(engine, first)) == [(True, b"second")] * 3
     (tmp_path / "2" / "x").unlink()
     assert World(3).run(lambda engine: run(engine, 0)) == [(True, b"first")] * 3
+
+
+def test_each_checkpoint_is_newer_than_all_that_any_host_has_or_had(tmp_path):
+    """Or a host that comes back with an old one would be believed."""
+
+    def numbers():
+        return [CheckpointFile(tmp_path / str(rank) / "x").number() for rank in range(2)]
+
+    def program(engine):
+        place = tmp_path / str(engine.rank)
+        job = made(engine, place / "x", Words(engine.rank))
+        job.save()
+        if engine.rank == 0:
+            found.append(numbers())
+            for path in place.iterdir():
+                path.unlink()
+        engine.rebuild()
+        if engine.rank == 0:
+            write = job._file.write
+            job._file.write = fails
+        with pytest.raises(CheckpointError, match="no space"):
+            job.save()
+        if engine.rank == 0:
+            job._file.write = write
+        job.save()
+
+    def fails(*_, **__):
+        raise OSError("no space")
+
+    found = []
+    CheckpointFile(tmp_path / "1" / "x").write([b""], number=5)
+    World(2).run(program)
+    assert [*found, numbers()] == [[6, 5], [7, 5]]
+
+
+def test_what_another_process_has_written_before_it_is_read_is_not_another_job_s(tmp_path, capfd):
+    """As the last checkpoint of the process before, which was still at its end."""
+    before, job = (made(SoloEngine(), tmp_path / "x", Words(0)) for _ in range(2))
+    before.save()
+    job.restore()
+    job.save()
+    assert "Another job writes there" not in capfd.readouterr().err
+
+
+def test_only_who_writes_needs_a_place_to_write_to(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in os.fspath(path))  # root may all
+
+    def make(engine, open_to, **options):
+        place = tmp_path / ("open" if engine.rank == open_to else "closed")
+        place.mkdir(exist_ok=True)
+        made(engine, place / "x", Words(engine.rank), **options)
+
+    World(2).run(lambda engine: make(engine, 0, every_steps=5))
+    errors = World(2).run(lambda engine: make(engine, 1, every_steps=5), errors="return")
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    World(2).run(lambda engine: make(engine, 1))
+    assert f"no checkpoint can be written to {tmp_path / 'closed' / 'x'}" in capfd.readouterr().err
+
+
+def test_of_several_checkpoints_of_a_state_the_last_saves_at_the_end_also_when_others_are_closed(tmp_path):
+    state = Words(0)
+    first, last = (made(SoloEngine(), tmp_path / name, state) for name in "ab")
+    first.close()
+    assert state.at_end == last.save
+    last.close()
+    assert state.at_end is None is state.at_end_alone
 
 
 def test_of_a_file_the_head_tells_which_it_is(tmp_path):

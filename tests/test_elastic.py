@@ -3,15 +3,17 @@
 import contextlib
 import copy
 import dataclasses
+import importlib
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from hvd_hetero.engine.callback import WeakMethods
-from hvd_hetero.engine.elastic import Failures, run
+from hvd_hetero.engine.elastic import MOST_FAILURES, Failures, run
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT, TerminationHandler
 from hvd_hetero.optimizers.agreement import BalancerArguments
@@ -368,6 +370,31 @@ def test_a_state_of_a_scripts_own_is_asked_for_what_horovod_asks_of_it():
 
     assert elastic_loop(train, Own.log)(Own()) == len(Own.log)
     assert Own.log == ["sync", *["restore", "restart", "on_reset", "sync"] * 6]
+
+
+@pytest.mark.parametrize("methods", [[], ["sync"], ["restore"]])
+def test_what_cannot_go_back_is_no_elastic_state(methods):
+    with pytest.raises(TypeError, match="state: expected an elastic state.* Received: a SimpleNamespace"):
+        elastic_loop(lambda state: None, [])(SimpleNamespace(**dict.fromkeys(methods, list)))
+
+
+@pytest.mark.parametrize(("recovers", "calls"), [(False, 1), (True, MOST_FAILURES + 1)])
+def test_an_error_of_the_script_ends_its_rank_at_once_and_one_that_recurs_in_the_end(capfd, recovers, calls):
+    def train(state):
+        called.append(True)
+        raise OSError("connection lost")
+
+    state, called = State(), []
+    loop = run(train, restart=lambda waiting: None, size=lambda: 2, recoverable=lambda error: recovers,
+               explain=lambda: "rank 1 is gone" if len(called) == 1 else "")  # fmt: skip
+    with pytest.raises(OSError, match="connection lost"):
+        loop(state)
+    assert len(called) == calls and state.log.count("restore") == calls - 1
+    told = [line for line in capfd.readouterr().err.splitlines() if "Going back" in line]
+    assert ["rank 1 is gone" in line for line in told] == [number == 0 for number in range(calls - 1)]
+    assert ["connection lost" in line for line in told] == [number > 0 for number in range(calls - 1)]
+    manager = importlib.import_module("horovod.common.elastic").notification_manager
+    assert state not in manager._listeners
 
 
 def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():

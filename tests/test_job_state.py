@@ -1,7 +1,9 @@
 """What a state keeps of plain values is what they were at the commit, also where a script changes them in place."""
 
 import ast
+import itertools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from horovod.runner.elastic.worker import HostUpdateResult
 from test_unsent_state import Exchange
 
 import hvd_hetero.torch as hvd
-from hvd_hetero.engine.job_state import JobState
+from hvd_hetero.engine.job_state import JobState, has_state
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.payload import gather_text
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
@@ -123,6 +125,44 @@ def test_a_balancer_that_comes_with_another_optimizer_is_what_is_gone_back_to():
     optimizers[1]._balancer.begin(4)
     state.restore()
     assert optimizers[1]._balancer.step == -1
+
+
+def test_what_an_assignment_does_not_concern_is_gone_back_to_as_it_was_at_the_commit():
+    """A model beside another optimizer, and what is kept of a balancer that stays."""
+
+    def optimizer(balancer):
+        return hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1), balancer=balancer)
+
+    def kept(balancer, value):
+        balancer.keepers.take("tape").put("gradients", [exchange := Exchange(value)], lambda: 1.0)
+        return exchange
+
+    balancer, other = (hvd.Balancer(8, engine=SoloEngine()) for _ in range(2))
+    state = torch_state(optimizer=optimizer(balancer))
+    expected, exchange = state.model.weight.detach().clone(), kept(balancer, 1.0)
+    state.save()
+    for assigned in (balancer, other, None):
+        with torch.no_grad():
+            state.model.weight.add_(1.0)
+        exchange.kept = 2.0
+        if assigned is other:
+            exchange = kept(other, 3.0)
+        state.optimizer = optimizer(assigned) if assigned else "none any more"
+        if assigned is other:
+            exchange.kept = 4.0
+        if assigned is None:
+            state.optimizer = "changed since"
+        state.restore()
+        assert torch.equal(state.model.weight, expected)
+        assert exchange.kept == (1.0 if assigned is balancer else 3.0)
+    assert state.optimizer == "none any more"
+
+
+def test_half_a_state_is_none():
+    """Plain values are copied as a whole."""
+    for one, both in itertools.product([{"state_dict": dict}, {"load_state_dict": dict}], [False, True]):
+        given = {"state_dict": dict, "load_state_dict": dict} if both else one
+        assert has_state(SimpleNamespace(**given)) is both
 
 
 class Alone:

@@ -59,6 +59,25 @@ def test_what_a_rank_loads_is_neither_compute_nor_service(within):
     assert compute_s == pytest.approx(0.8) and rank.meter.take_extra_s(compute_s, 9.0) == pytest.approx(0.04)
 
 
+def test_what_a_rank_does_between_steps_is_told_by_itself_and_neither_compute_nor_service():
+    """And what follows it is a segment of its own."""
+    rank = Rank(0.5)
+    assert not rank.meter.take_open().segments and not rank.meter.running
+    rank.meter.run()
+    rank.passes(0.3)
+    with rank.meter.aside(waits=False):
+        rank.passes(5.0)
+    rank.passes(0.1, wall_s=9.0)
+    after_s = rank.meter.take_open().seconds()
+    assert after_s == pytest.approx(9.6)
+    rank.passes(0.1)
+    rank.meter.pause()
+    rank.passes(0.02, wall_s=0.0)
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert compute_s == pytest.approx(0.2) and rank.meter.take_extra_s(compute_s, after_s) == pytest.approx(0.04)
+
+
 @pytest.mark.parametrize("cores", [0.2, 0.8, 1.0, 4.0])
 def test_service_takes_as_long_as_the_ranks_cores_need_for_it(cores):
     rank = Rank(cores)
@@ -162,16 +181,19 @@ def test_who_has_waited_computes_faster_than_its_quota():
 
 
 def test_a_quota_that_is_changed_is_heard_of_and_a_wide_one_says_nothing():
-    quota = [None]
+    """Though it is asked for now and then only, as that takes its time."""
+    quota, asked = [None], []
     rank = Rank(1.0)
     rank.meter = ComputeMeter(
-        WallClock(lambda: rank.now_s), processor_s=lambda: rank.processor_s, quota_cores=lambda: quota[0]
-    )
+        WallClock(lambda: rank.now_s), processor_s=lambda: rank.processor_s,
+        quota_cores=lambda: asked.append(True) or quota[0],
+    )  # fmt: skip
     for cores, extra_s in ((None, 0.0), (0.5, 0.1), (4.0, 0.0)):
         quota[0] = cores
         said = [rank.step(compute=0.1, service=0.0, link_s=0.0) for _ in range(LOOK_EVERY + 1)]
         for each in said:  # at once: what the other quota has cost is no measure of this one
             assert each == pytest.approx((0.1, extra_s))
+    assert len(asked) == 3
 
 
 def test_what_lies_between_batches_is_neither():
@@ -253,7 +275,7 @@ def test_a_segment_begins_when_what_it_needs_was_there():
     rank = Rank(1.0)
     early = rank.meter.now()
     rank.passes(1.0)
-    assert rank.meter.begin_at(early) == 0.0, "nothing is measured yet"
+    assert rank.meter.begin_at(early) == 0.0 and not rank.meter.running, "nothing is measured yet"
     rank.meter.run()
     rank.passes(1.0)
     with rank.meter.aside(waits=True):

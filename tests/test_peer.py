@@ -18,13 +18,38 @@ from hvd_hetero.engine import peer
 @pytest.mark.parametrize(("named", "routed", "expected"), [
     ("10.0.0.7", "10.0.0.9", "10.0.0.7"),
     ("127.0.1.1", "10.0.0.9", "10.0.0.9"),  # as Debian has it: other hosts would ask themselves
-    ("127.0.1.1", "", "127.0.1.1"),
+    ("127.0.1.1", "", "127.0.1.1"), ("", "10.0.0.9", "10.0.0.9"),
 ])  # fmt: skip
 def test_a_rank_under_mpi_has_an_address_that_others_can_reach(monkeypatch, named, routed, expected):
     monkeypatch.setattr(peer, "rendezvous_address", lambda: None)
     monkeypatch.setattr(peer.socket, "gethostbyname", lambda name: named)
     monkeypatch.setattr(peer, "_address_to", lambda host: routed)
     assert peer._address() == expected
+
+
+def test_a_rank_under_horovodrun_has_the_address_on_the_way_to_it_and_hears_other_hosts_where_there_are_any(
+    monkeypatch
+):
+    for launcher, listens in (("127.0.0.1", "127.0.0.1"), ("localhost", "0.0.0.0"), (None, "0.0.0.0")):
+        monkeypatch.setattr(peer, "rendezvous_address", lambda launcher=launcher: launcher)
+        server = peer.QuestionServer(lambda question: {})
+        assert server._server.server_address[0] == listens
+        assert launcher is None or server.peer(0).address == "127.0.0.1"
+        server.close()
+
+
+def test_of_a_line_no_more_is_read_than_it_may_be_long():
+    class Endless:
+        reads = 0
+
+        def settimeout(self, seconds): ...
+
+        def recv(self, most):
+            self.reads += 1
+            assert self.reads <= 2
+            return b"12345"
+
+    assert peer._line(Endless(), deadline=float("inf"), longest=10) == b"1234512345"
 
 
 def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
@@ -168,7 +193,7 @@ class Line:
     ([ConnectionResetError(), b"", b'{"s": 2}\n'], {"s": 2}, [0.0, 0.5, 1.0]),
     ([b"", BrokenPipeError(), b""], peer.SilentError, [0.0, 0.5, 1.0]),
     ([peer.BUSY, peer.BUSY, b'{"s": 3}\n'], {"s": 3}, [0.0, 0.5, 1.0]),
-    ([peer.BUSY, ConnectionResetError(), peer.BUSY], peer.BusyError, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, ConnectionResetError(), b""], peer.BusyError, [0.0, 0.5, 1.0]),
     ([peer.BUSY, ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),
     ([b'{"s": '], peer.SilentError, [0.0]), ([TimeoutError()], peer.SilentError, [0.0]),
     ([ConnectionRefusedError()], peer.GoneError, [0.0]), ([b"", ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),

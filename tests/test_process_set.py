@@ -1,5 +1,6 @@
 """The engine on Horovod, on a binding that does what Horovod does when a peer is gone: it removes the process sets."""
 
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -79,7 +80,9 @@ def test_a_sum_whose_process_sets_go_midway_fails_as_where_a_peer_is_gone(engine
         Chain(algorithm(levels, np.zeros(4), name="broken", local=None, cross=plain_sum)).wait()
 
 
-def test_every_operation_tells_the_same_and_keeps_horovods_words(engines):
+@pytest.mark.parametrize("gone", ["rank 1 is gone", ""])
+def test_every_operation_tells_the_same_and_keeps_horovods_words(engines, monkeypatch, gone):
+    monkeypatch.setattr(process_set.ProcessSetEngine, "explain", lambda: gone)
     _, local, _ = engines(0)
     array = np.zeros(2)
     for text, call in {
@@ -91,7 +94,7 @@ def test_every_operation_tells_the_same_and_keeps_horovods_words(engines):
     }.items():
         with pytest.raises(hvd.HorovodInternalError) as raised:
             call()
-        assert str(raised.value) == text
+        assert str(raised.value) == (f"{gone}. Horovod says: {text}" if gone else text)
     with pytest.raises(hvd.HorovodInternalError, match="Process set"):
         local.alltoall_async(array, splits=[1, 1], name="x")
     with pytest.raises(hvd.HorovodInternalError, match="Process set"):
@@ -116,7 +119,9 @@ def test_an_operation_that_cannot_be_started_any_more_names_the_rank_that_is_gon
     assert str(raised.value) == text
 
 
-def test_wrong_arguments_stay_what_they_are(engines):
+def test_wrong_arguments_stay_what_they_are(engines, monkeypatch):
+    """Nobody is asked whether it is gone, which takes its time, and may be so by now."""
+    monkeypatch.setattr(process_set.ProcessSetEngine, "explain", lambda: "rank 1 is gone")
     _, local, _ = engines(3)
     with pytest.raises(ValueError, match="Reducescatter does not support scalar inputs"):
         local.reducescatter_async("Reducescatter does not support scalar inputs", name="x")
@@ -140,8 +145,99 @@ def test_a_process_set_that_cannot_be_made(engines, monkeypatch, said, failure):
     monkeypatch.setattr(shared_sets, "_module", lambda: module)
     monkeypatch.setattr("hvd_hetero.engine.farewell.prepare", lambda engine: None)
     everyone, _, _ = engines(3)
-    with pytest.raises(failure, match=said):
+    with pytest.raises(failure, match=said) as raised:
         everyone.group([0, 1])
+    assert ("call hvd.init(process_sets=" in str(raised.value)) is (failure is ValueError), "no setting is wrong"
+
+
+class ProcessSets:
+    """Horovod's module of this name: there is one process set of the same ranks."""
+
+    class ProcessSet:
+        def __init__(self, ranks):
+            self.ranks, self.process_set_id = ranks, None
+
+        def _invalidate(self):
+            self.process_set_id = None
+
+    def __init__(self):
+        self.there, self._numbers = {}, itertools.count(1)
+        self._basics = SimpleNamespace(_get_process_set_ids_and_ranks=lambda: dict(self.there))
+
+    def add_process_set(self, given):
+        made = given if isinstance(given, self.ProcessSet) else self.ProcessSet(given)
+        if made.ranks in self.there.values():
+            raise ValueError("A process set with the same ranks already exists")
+        made.process_set_id = next(self._numbers)
+        self.there[made.process_set_id] = made.ranks
+        return made
+
+    def remove_process_set(self, given):
+        if given.process_set_id is None:
+            return False
+        del self.there[given.process_set_id]
+        given._invalidate()
+        return True
+
+
+def test_a_process_set_is_shared_with_the_script_and_stays_where_an_engine_uses_it(monkeypatch):
+    horovod = ProcessSets()
+    monkeypatch.setattr(shared_sets, "_module", lambda: horovod)
+    monkeypatch.setattr(shared_sets, "_used", set())
+    scripts = shared_sets.add_process_set([0, 1])
+    ours = [shared_sets.process_set_of(ranks) for ranks in ([0, 1], [2, 3])]
+    assert ours[0].process_set_id == scripts.process_set_id and ours[0] is not scripts
+    again = horovod.ProcessSet([2, 3])
+    assert shared_sets.add_process_set(again) is again and again.process_set_id == ours[1].process_set_id
+    for one, used in ((scripts, ours[0]), (again, ours[1])):
+        assert shared_sets.remove_process_set(one) and one.process_set_id is None
+        assert used.process_set_id in horovod.there
+        assert not shared_sets.remove_process_set(one), "it was removed before"
+    alone = shared_sets.add_process_set([0, 3])
+    assert shared_sets.remove_process_set(alone) and [0, 3] not in horovod.there.values()
+    of_another_kind = shared_sets.add_process_set(horovod.ProcessSet(None))  # as of a communicator of mpi4py
+    assert shared_sets.remove_process_set(of_another_kind)
+
+
+def test_an_engine_is_on_process_sets_that_are_there_and_include_this_rank(engines):
+    everyone, local, _ = engines(3)
+    everyone._given.ranks = None  # as Horovod has it before its initialisation
+    assert everyone.ranks == (0, 1, 2, 3) and local.ranks == (0, 1)
+    local._given.included = lambda: False
+    with pytest.raises(ValueError, match=r"includes this rank \(0\). Received: \[0, 1\]"):
+        HorovodEngine(local._given)
+    local._given.process_set_id = None
+    with pytest.raises(ValueError, match="one of ranks \\[0, 1\\] that was not added, or has been removed"):
+        HorovodEngine(local._given)
+    everyone._binding.is_initialized = lambda: False
+    with pytest.raises(RuntimeError, match="Expected hvd.init"):
+        HorovodEngine()
+
+
+def test_names_begin_anew_where_ranks_have_come_together_again(engines):
+    """Those that have joined begin to count."""
+    everyone, local, _ = engines(3)
+    HorovodEngine.rebuild([])
+    called = []
+    for _ in range(2):
+        assert [everyone.unique("a"), everyone.unique("a"), local.unique("a")] == ["a1", "a2", "a1"]
+        assert [everyone.next_of(one._given, "b") for one in (everyone, local, local)] == ["b1", "b1", "b2"]
+        HorovodEngine.rebuild([lambda: called.append("rebuilt")])
+    assert called == ["rebuilt"] * 2
+
+
+def test_what_is_to_be_forgotten_is_before_ranks_come_together_again(engines, monkeypatch):
+    everyone, *_ = engines(3)
+
+    class Waits:
+        def forget(self):
+            called.append("waits")
+
+    called, waits = [], Waits()
+    monkeypatch.setattr(process_set.farewell, "forget", lambda: called.append("farewell"))
+    everyone.on_reset_begin(waits.forget)
+    HorovodEngine.forget()
+    assert called == ["waits", "farewell"]
 
 
 def test_a_group_is_of_the_ranks_as_this_one_counts_them(engines, monkeypatch):

@@ -13,6 +13,7 @@ from hvd_hetero.policy.regime import since_last_speed_change
 from hvd_hetero.policy.replan import SETTLED, Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 from hvd_hetero.policy.strategy import LOCAL
+from hvd_hetero.policy.trust_region import reachable
 
 SPEEDS = (8.0, 4.0, 2.0, 2.0)
 START = Plan(version=0, step=0, shares=(16, 16, 16, 16), reason="start")
@@ -140,6 +141,7 @@ def test_the_first_plan_is_replaced_after_two_observations_by_one_that_gains_muc
     {"models": [*known(1 / 18, observations=2), *known(1 / 16, 1 / 15, 1 / 14)], "step": 40},
     {"models": [*known(1 / 8, observations=1), *known(1 / 4, 1 / 2, 1 / 2)]},
     {"rule": ReplanRule(early_gain=0.1, minimum_gain=0.6)},
+    {"models": known(1 / 60, 1.0, 1.0, 1.0, observations=2), "rule": ReplanRule(early_gain=0.4)},      # nor on the way
 ])
 def test_the_first_plan_is_not_replaced_early_for_little_or_for_noise(hindrance):
     soon = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), "step": 3, "global_batch_size": 64}
@@ -372,9 +374,11 @@ def test_the_more_plans_there_were_lately_the_more_has_to_be_gained(plans, chang
     ((1.0, 1.0), 50, True), ((0.95, 1.05), 50, True), ((1.0, 1.0), 49, False), (None, 50, False),
     ((1.2, 0.9), 50, False), ((0.9, 1.2), 50, False),
 ])
-def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observations, lasts):
-    """It lasts if the older half of 50 observations or more of each rank offers it as well as the newer."""
-    models = [replace(each, observations=observations) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
+@pytest.mark.parametrize("unit_s", [1.0, 1e-3])
+def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observations, lasts, unit_s):
+    """It lasts if the older half of 50 observations or more of each rank offers it as well as the newer: that much of a
+    whole step, with what no plan changes."""
+    models = [replace(each, observations=observations) for each in exact(*(unit_s / n for n in (24, 16, 12, 12)))]
     models = [replace(models[0], halves=halves), *(replace(each, halves=halves and (1.0, 1.0)) for each in models[1:])]
     current, asked = after_plans(3, shares=(27, 14, 11, 12))      # rank 0 takes a tenth too long
     found = decide(current, models, **asked)
@@ -383,14 +387,19 @@ def test_a_gain_that_lasts_is_taken_however_many_plans_there_were(halves, observ
         assert found.shares == (24, 16, 12, 12)
     rule = ReplanRule(minimum_gain=0.12)      # which holds for any gain
     assert decide(current, models, rule=rule, **asked) is None
+    found = decide(current, models, measured_step_s=3.0 * unit_s, **asked)
+    assert (found is not None) is (lasts and min(halves) == 1.0)
 
 
-@pytest.mark.parametrize(("turns", "least"), [(0, 20), (1, SETTLED), (2, 3 * SETTLED)])
-def test_the_more_plans_turned_back_for_a_gain_that_lasts_the_longer_the_next_one_waits(turns, least):
+@pytest.mark.parametrize(("turns", "apart", "least"), [
+    (0, SETTLED, 20), (1, SETTLED, SETTLED), (2, SETTLED, 3 * SETTLED), (2, SETTLED - 1, 20),
+])
+def test_the_more_plans_turned_back_for_a_gain_that_lasts_the_longer_the_next_one_waits(turns, apart, least):
+    """Plans that turned back sooner were made for no such gain."""
     models = [replace(each, observations=50, halves=(1.0, 1.0)) for each in exact(1 / 24, 1 / 16, 1 / 12, 1 / 12)]
     there, back = (27, 14, 11, 12), (24, 16, 12, 12)
     since = [there if ago % 2 == 0 else back for ago in range(turns + 2)]      # the last plan first
-    plans = [replace(START, version=number, step=1000 + SETTLED * number, shares=shares)
+    plans = [replace(START, version=number, step=1000 + apart * number, shares=shares)
              for number, shares in enumerate([since[-1], since[-1], *reversed(since)])]
     *previous, current = plans      # so many that otherwise more is asked for
     for held, planned in ((least - 1, False), (least, True)):
@@ -436,12 +445,14 @@ def test_a_gain_that_errors_of_measurement_explain_is_none(ranks, plans, errors)
 def test_a_share_that_shrinks_is_as_uncertain_as_one_that_grows(caps, overhead_s, shares):
     """Rank 0 is the slowest before and after, in a time that rests on its overhead; also if that is of several passes.
     """
-    current, bounds, found = replace(START, shares=(32, 32)), [Bound(), Bound(upper=shares[1])], []
-    for overhead_error in (0.0, 0.5, 1.5):
-        models = known(0.02 if overhead_s else 1.0, 0.01, overhead_s=overhead_s, standard_error=0.0)
-        models = [replace(model, overhead_error=overhead_error) for model in models]
-        found.append(decide(current, models, step=50, global_batch_size=64, bounds=bounds, micro_batch=caps))
-    assert found[0].shares == found[1].shares == shares and found[2] is None
+    current = replace(START, shares=(32, 32))
+    for bounds in ([Bound(), Bound(upper=shares[1])], [Bound(lower=shares[0]), Bound()]):
+        found = []
+        for overhead_error in (0.0, 0.5, 1.5):
+            models = known(0.02 if overhead_s else 1.0, 0.01, overhead_s=overhead_s, standard_error=0.0)
+            models = [replace(model, overhead_error=overhead_error) for model in models]
+            found.append(decide(current, models, step=50, global_batch_size=64, bounds=bounds, micro_batch=caps))
+        assert found[0].shares == found[1].shares == shares and found[2] is None
 
 
 def test_a_rank_that_comes_back_may_be_the_slowest():
@@ -476,6 +487,32 @@ def test_a_small_share_grows_where_a_part_of_the_way_gains_too_little(plans, sha
     assert taken == [2, 4, 8] and current.shares == (8,) * len(shares) and sum(current.shares) == whole
 
 
+def test_a_share_shrinks_to_nothing_where_a_part_of_the_way_gains_too_little():
+    """Each pass of rank 0 takes long, however few its samples are."""
+    models = [replace(exact(0.01)[0], overhead_s=30.0), *exact(1.0, 1.0, 1.0)]
+    current, asked = replace(START, version=1, shares=(4, 20, 20, 20)), {"step": 50, "global_batch_size": 64}
+    plan = decide(current, models, **asked)
+    assert plan.shares == (1, 21, 21, 21) and "on the way" in plan.reason
+    assert decide(plan, models, **{**asked, "step": 100}, previous=(current,)).shares == (0, 22, 21, 21)
+
+
+def test_there_are_shares_within_reach_whatever_came_before_and_none_goes_back_by_more_than_half():
+    """Up to a quantum."""
+    rng = random.Random(3)
+    for _ in range(300):
+        limits = [Bound(lower=0, quantum=rng.choice([1, 2, 3, 4, 8])) for _ in range(rng.randint(2, 5))]
+        current, last = ([each.quantum * rng.randint(0, 6) for each in limits] for _ in range(2))
+        if not (whole := sum(current)):
+            continue
+        models = known(*(rng.uniform(0.1, 3.0) for _ in limits))
+        best, damped = (reachable(current, models, limits, trust_region=2.0, last=one)[0] for one in (None, last))
+        for shares in (best, damped):
+            assert sum(shares) == whole and all(map(Bound.allows, limits, shares))
+        for limit, new, least, now, old in zip(limits, best, damped, current, last, strict=True):
+            if (new - now) * (now - old) < 0:
+                assert abs(least - now) < abs(new - now) / 2 + limit.quantum
+
+
 def test_a_part_of_the_way_is_not_gone_for_little_or_for_noise():
     current, asked = after_plans(3, shares=(1, 10, 10, 11))
     asked["global_batch_size"] = 32
@@ -489,6 +526,8 @@ def test_a_part_of_the_way_is_not_gone_for_little_or_for_noise():
     assert decide(current, free, rule=rule, **asked) is not None
     asked["previous"] = (*asked["previous"][:-1], replace(last, shares=(4, 9, 9, 10)))
     assert decide(current, free, rule=rule, **asked) is None      # of the way back, a half counts
+    lasting = [replace(each, observations=50, halves=(1.0, 1.0)) for each in free]
+    assert decide(current, lasting, rule=ReplanRule(minimum_gain=0.2), **asked) is not None      # unless it lasts
     assert decide(current, exact(5.0, 1.0, 1.0, 1.0), **asked) is None      # the whole way is not far
 
 

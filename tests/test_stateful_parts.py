@@ -21,6 +21,7 @@ from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.payload import gather_bytes
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.exchange_count import ExchangeCount
 
 LENGTH, WHOLE = 12, 4
 PROTOTYPE = nn.Linear(2, 1).double()
@@ -228,6 +229,37 @@ def test_what_was_added_up_of_batches_goes_back_with_the_rest():
     adder.value = 3.0  # of a batch that is done again
     state.restore()
     assert adder.value == 1.0
+
+
+def test_what_was_added_up_since_another_commit_is_dropped_after_as_many_batches():
+    """It may have been exchanged since."""
+
+    def program(engine):
+        balancer, found = Balancer(engine, global_batch_size=WHOLE), []
+        sums, adder = balancer.sums.take("optimizer"), Sum(0.0)
+        sums.follow(count := ExchangeCount(lambda: 0, 4))
+        sums.put("gradients", adder)
+        state = JobState({"balancer": balancer}, horovod=Ranks(engine))
+        state.check_host_updates, state._all_leaving = lambda: None, list
+
+        def syncs(value, begun):
+            adder.value, count.begun = value, begun
+            state.sync()
+            found.append((adder.value, count.begun))
+
+        syncs(1.0, 3)
+        if engine.rank == 1:  # the others broke off right before
+            state.commit()
+        syncs(2.0, engine.rank)
+        adder.value = 3.0
+        state.save()
+        state.on_reset()
+        syncs(0.0, 0)  # made anew
+        syncs(4.0, 1)
+        return found
+
+    others, leads = [[(1.0, 3), (value, 1), (3.0, 1), (4.0, 1)] for value in (0.0, 2.0)]
+    assert World(3).run(program) == [others, leads, others]
 
 
 def test_all_go_on_from_who_has_committed_most_and_of_several_from_the_first():

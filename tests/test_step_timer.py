@@ -71,9 +71,14 @@ def test_a_step_that_broke_off_is_no_part_of_the_next_one():
         step_timer.run()
         watch.now_s += 5.0
         step_timer.pause()
+        step_timer.loading_meter._waited_s = 0.5
         breaks_off(step_timer)
-        steps(watch, step_timer, [1.0], heard)
-        assert step_timer.reported == (4.0, 1.0)
+        step_timer.begin(samples=4)
+        step_timer.run()
+        watch.now_s += 1.0
+        step_timer.pause()
+        step_timer.end(heard.append)
+        assert step_timer.reported == (4.0, 1.0) and heard[0].data_s == 0.0
 
 
 @pytest.mark.parametrize("reached_through", ["model", "group"])
@@ -148,6 +153,7 @@ def test_what_a_rank_does_after_each_step_is_its_own_and_a_validation_now_and_th
     step_timer = StepTimer(watch)
     for step in range(30):
         step_timer.before_batch()
+        step_timer.before_batch()  # as of a second batch of this step
         steps(watch, step_timer, [1.0], heard)
         step_timer.run()
         watch.now_s += 0.5
@@ -163,6 +169,98 @@ def test_what_a_rank_does_after_each_step_is_its_own_and_a_validation_now_and_th
         said = step_timer.reported[1]
         assert said == (1.0 if step < 2 else 8.5 if every == 1 else 1.5) / (2 if step == 21 else 1), step
     assert {each[2] for each in heard} == {1.0}, "compute is told without it"
+
+
+def test_under_a_quota_every_second_of_processor_time_costs_the_same_whatever_it_is_for():
+    """Compute, service, and what is done after a step."""
+    now, used = [0.0], [0.0]
+    step_timer = StepTimer(
+        WallClock(lambda: now[0]), quota_cores=lambda: 0.5, clock=lambda: now[0], processor_s=lambda: used[0]
+    )
+
+    def passes(work_s, wall_s):
+        now[0], used[0] = now[0] + wall_s, used[0] + work_s
+
+    for _ in range(5):
+        step_timer.before_batch()
+        step_timer.begin(samples=4)
+        step_timer.run()
+        passes(0.1, 0.1)  # the others kept it waiting: its quota is ahead
+        step_timer.pause()
+        passes(0.02, 0.7)
+        step_timer.run()
+        step_timer.pause()
+        step_timer.end(lambda entry: None)
+        step_timer.run()
+        passes(0.1, 0.1)
+    assert step_timer.reported == (4.0, pytest.approx(0.22 / 0.5))
+
+
+def test_what_was_done_once_after_a_step_is_not_of_two_steps():
+    """Of which the second begins no batch, as the last merge."""
+    watch, heard = Late(), []
+    watch.done = 10**6
+    step_timer = StepTimer(watch)
+    steps(watch, step_timer, [1.0], heard)
+    step_timer.run()
+    watch.now_s += 0.5
+    step_timer.before_batch()
+    steps(watch, step_timer, [1.0, 1.0], heard)
+    assert step_timer.reported == (4.0, 1.0)
+
+
+def test_the_time_of_a_step_is_from_batch_to_batch_and_that_of_another_job_is_none():
+    now = [0.0]
+    step_timer, told = StepTimer(None, clock=lambda: now[0]), []
+    for now[0] in (1.0, 3.0, 8.0):
+        step_timer.begin(samples=4)
+        told.append((step_timer.last_step_s, step_timer.usual_step_s))
+    step_timer.restart()
+    assert told == [(None, None), (2.0, 2.0), (5.0, 3.5)] and step_timer.usual_step_s is None
+
+
+def test_who_waits_for_others_says_so_and_who_looks_for_a_plan_has_not_waited():
+    step_timer = StepTimer(None)
+    step_timer.run()
+    for aside, waits in ((step_timer.aside, False), (step_timer.waiting, True)):
+        with aside():
+            pass
+        step_timer.pause()
+        assert (step_timer.take_waited_s() > 0.0) is waits
+        step_timer.run()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_waits_for_data_are_those_of_a_training_batch_that_has_begun(begun):
+    """Also if it was in another process, and the rest of it follows a validation here."""
+    for resumed in (True, False):
+        step_timer, heard = StepTimer(None), []
+        if resumed:
+            step_timer.load_state_dict({"samples": 4, "begun": [4, 1] if begun else [0, 0]})
+        elif begun:
+            step_timer.begin(samples=4)
+        step_timer.loading_meter._waited_s = 0.5
+        step_timer.loading_meter.will_load(beside=False)
+        step_timer.end(heard.append)
+        assert heard[0].data_s == (0.5 if begun else 0.0)
+
+
+def test_how_slow_loaders_are_is_seen_in_usual_steps_and_taken_from_before_a_restart_until_then():
+    watch, heard, seen = Late(), [], []
+    watch.done = 10**6
+    step_timer = StepTimer(watch)
+    step_timer.resume_loading(0.0)
+    assert step_timer.loading_meter.speed.seconds_per_sample is None
+    step_timer.resume_loading(0.25)
+    step_timer.resume_loading(0.5)
+    assert step_timer.loading_s == step_timer.loading_meter.speed.seconds_per_sample == 0.25
+    step_timer.loading_meter.will_load(beside=True)
+    step_timer.loading_meter.speed.observe = lambda samples, **times: seen.append((samples, times["computed_s"]))
+    for number in (1.0, 60.0, 2.0):
+        if number == 60.0:
+            step_timer.discard()  # it is compiled
+        steps(watch, step_timer, [number], heard)
+    assert seen == [(4, 1.0), (4, 2.0)] and step_timer.loading_s == 0.25
 
 
 def test_looking_for_a_better_plan_is_no_compute_of_rank_0():
@@ -209,8 +307,10 @@ def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     steps(watch, step_timer, [3.0], told := [])
     step_timer.load_state_dict(state)
     assert told == [(3.0, 4, 3.0)] and step_timer.reported == (6.0, 0.0), "of the state, not of the step before it"
-    steps(watch, step_timer, [2.0], told := [])
+    steps(watch, step_timer, [1.0], told := [])
+    step_timer.run()
     step_timer.measure_with(Speed(1.0))  # it was told: its own stays
+    steps(watch, step_timer, [2.0], told := [])
     step_timer.restart()
     assert told == [(2.0, 4, 2.0)] and step_timer.reported == (0.0, 0.0)
 

@@ -71,6 +71,14 @@ def test_what_fits_no_exchange_waits_for_one_with_such_buckets():
     assert again.kept == 0.0, "it is given back once"
 
 
+def test_what_one_of_several_exchanges_has_taken_is_not_sent_once_more():
+    unsent_state = kept({"merges": [first := Exchange(), Exchange(buckets=2)]})
+    unsent_state.add_residuals({"merges": ([[3.0], [5.0]], 1.0)})
+    assert first.kept == 3.0
+    unsent_state.put("merges", again := [Exchange(), Exchange()], lambda: 1.0)
+    assert [each.kept for each in again] == [0.0, 0.0]
+
+
 def test_codecs_that_send_all_may_have_a_state():
     unsent_state = UnsentState(keeps=False)
     unsent_state.put("gradients", [Exchange(1.0)], lambda: 1.0)
@@ -98,7 +106,8 @@ def test_of_a_state_that_waits_it_is_known_later_what_is_not_sent_yet():
     exchange.kept = 5.0
     assert committed == {"gradients": ([[3.0]], 2.0)}, "what there was at the commit"
     unsent_state.put("gradients", [Exchange(7.0)], lambda: 2.0)
-    assert committed == {"gradients": ([[3.0]], 2.0)}
+    unsent_state.load_state_dict({"gradients": [{"kept": 9.0}]})
+    assert committed == {"gradients": ([[3.0]], 2.0)}, "nor is it that of another state"
     fresh = UnsentState()
     assert (begun := fresh.residuals()) == {}
     fresh.put("gradients", [Exchange(7.0)], lambda: 2.0)

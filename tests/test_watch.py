@@ -720,6 +720,9 @@ def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_th
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: awaited)
     assert one.wait_avoiding_deadlock(lambda: next(looks), "merge", (0, 1)) is True
     assert not one._peer_group.awaited, "the next wait is one"
+    assert one.wait_avoiding_deadlock(lambda: False, "merge", (0, 1)) is False
+    assert one._peer_group.awaited, "it is awaited still"
+    one._peer_group.awaited = False
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: lambda: False)
     later = iter([False, False, True])
     assert one.wait_avoiding_deadlock(lambda: next(later), "merge", (0, 1)) is True
@@ -781,3 +784,117 @@ def test_of_too_many_operations_none_is_counted_so_that_nobody_who_is_missing_se
     mine.forget()
     mine.submit("sum.0")
     assert mine.times("sum.0") == 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """That of `Waits`."""
+    made = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def test_a_step_is_from_one_wait_for_an_operation_to_the_next_whatever_comes_in_between(clock):
+    mine = waits.Waits()
+    for _ in range(3):
+        for operation, seconds in (("gradient", 1.0), ("metric", 3.0)):
+            with mine.of_thread(operation, (0, 1)):
+                clock.now += seconds
+    assert list(mine.step_s) == [4.0] * 4
+
+
+def test_a_rank_has_waited_since_the_oldest_of_its_waits_began_or_is_outside_since_the_last_ended(clock):
+    mine = waits.Waits()
+    assert mine.since == 10.0
+    clock.now = 20.0
+    with mine.of_thread("outer", (0, 1)):
+        clock.now = 30.0
+        mine.begin_graph_wait("graph", (0, 1), lasts=lambda: True, broken=lambda: None)
+        assert mine.since == 20.0
+        clock.now = 40.0
+        with mine.of_thread("inner", (0, 1)):
+            assert [wait.operation for wait in mine.now()] == ["inner", "graph"] and mine.since == 30.0
+        assert [wait.operation for wait in mine.now()] == ["outer", "graph"] and mine.since == 20.0
+        mine.end_graph_wait("graph")
+        clock.now = 50.0
+    assert mine.since == 50.0 and not mine.now()
+    mine.begin_graph_wait("graph", (0, 1), lasts=lambda: True, broken=lambda: None)
+    clock.now = 60.0
+    mine.end_graph_wait("graph")
+    assert mine.since == 60.0 and not mine.now()
+
+
+def test_what_ranks_did_before_they_met_anew_is_forgotten(clock):
+    mine = waits.Waits()
+    for _ in range(2):
+        mine.submit("sum")
+        mine.begin_graph_wait("sum", (0, 1), lasts=lambda: False, broken=lambda: None)
+    mine.submit("lost")
+    assert mine.submitted == ["sum", "lost"] and mine.step_s
+    mine.forget()
+    mine.end("lost")  # late
+    assert mine.submitted == [] == mine.now() and not mine.step_s
+    with mine.of_thread("sum", (0, 1)):
+        assert not mine.step_s, "it was no step"
+
+
+def test_an_operation_is_under_way_until_each_time_it_was_submitted_is_over():
+    mine = waits.Waits()
+    mine.submit("sum", over=lambda: True)
+    assert mine.submitted == []
+    mine.submit("sum")
+    assert mine.submitted == ["sum"]
+    mine.end("sum")
+    mine.end("sum")
+    assert mine.submitted == [] and not mine._submitted, "nothing is kept of its name"
+
+
+def test_a_wait_that_has_ended_while_another_was_looked_at_has_not_failed():
+    looks = Looks(TALKS)
+    looks.absent = [Absence(stranger(1), "rank 1 is gone", answers=False)]
+    looks.watch.begin_graph_wait("next", (0, 1), lasts=lambda: True, broken=lambda: looks.left.append("broken"))
+    looks.wait.lasts = lambda: looks.watch.end_graph_wait("next") or True
+    looks.watch._end_failed_graph_waits()
+    assert not looks.said and not looks.left
+
+
+@pytest.mark.parametrize("lasted_s", [5.0, 20.0])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_wait_that_ends_while_the_others_are_asked_is_no_story(lasted_s, fails):
+    looks = Looks(Patience(fixed_warn_s=4.0, bound_s=10.0))
+
+    def absent(*_):
+        if fails:
+            looks.wait.lasts = lambda: False
+        else:
+            looks.watch.end_graph_wait("sum")
+        return []
+
+    looks.watch._peer_group.absent = absent
+    looks.after(lasted_s)
+    assert not looks.said and not looks.left and not looks.heard
+
+
+def test_a_rank_listens_at_one_port_whatever_its_number_until_its_watch_is_closed():
+    one = Watch(None)
+    one.close()
+    one = Watch(None)
+    first, again = (Peer.from_text(one.introduce(rank)) for rank in (0, 1))
+    assert (first.port, again.rank) == (again.port, 1) and "waits" in peer.ask(again, {"kind": "state"})
+    one.close()
+    with pytest.raises(peer.GoneError):
+        peer.ask(again, {"kind": "state"})
+
+
+def test_who_has_joined_counts_its_wait_anew_whenever_all_others_answer():
+    """And says once more what it ends, should it come to that again."""
+    looks = Looks(Patience(fixed_warn_s=4.0, bound_s=10.0))
+    looks.wait.operation, gone = JOIN, [Absence(stranger(1), "rank 1 is gone", answers=False)]
+    for _ in range(2):
+        looks.absent = gone
+        for lasted_s in (4.0, 10.0):
+            looks.after(lasted_s)
+        looks.absent = []
+        looks.after(11.0)
+        assert looks.wait.lasted_s == 0.0
+    assert looks.heard == [(4.0, [1]), (10.0, [1])] * 2 and not looks.left

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .port import base_name
 
@@ -21,10 +21,10 @@ class Wait:
 
     operation: str
     ranks: tuple[int, ...]
+    began: float  # `time.monotonic`
     lasted_s: float = 0.0  # length so far, counted by the watchdog; excludes time in which this process was stopped
     report_at_s: float | None = None  # the length at which it is reported next; None: not determined yet
     check_deadlock_at_s: float = 0.0  # the length at which to look next for a deadlock, which is reported earlier
-    began: float = field(default_factory=time.monotonic)
     told: bool = False  # whether the missing ranks were told to end
     # For a wait of a framework's graph: whether the graph still runs, and what to call if it has ended by a failure.
     lasts: Callable[[], bool] = lambda: True
@@ -148,4 +148,4 @@ class Waits:
         elif len(self._began) >= NAMES:
             self._began.clear()
         self._began[name] = now
-        return Wait(operation, ranks, began=now)
+        return Wait(operation, ranks, now)

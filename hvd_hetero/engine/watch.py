@@ -258,8 +258,8 @@ class Watch:
                 elif not absence.answers and absence.peer.is_here:
                     absence.peer.kill()
             self._record(wait, absent)
-        helpless = not any(absence.answers and not absence.elsewhere for absence in absent)
-        if wait.lasted_s >= end_s + GRACE_S or (helpless and all(absence.answers for absence in absent)):
+        helpless = all(absence.answers and absence.elsewhere for absence in absent)
+        if helpless or wait.lasted_s >= end_s + GRACE_S:
             self._finish(f'{self._peer_group.me} waits in "{wait.operation}" for what never comes')
 
     # What others ask ------------------------------------------------------------------------------------------------
