@@ -479,9 +479,23 @@ def test_arrays_of_objects_are_for_loops_of_ones_own():
     assert len(BalancedDataset(np.array(["a", "b"], object), balancer=balancer)[0][0]) == 2
 
 
-def test_samples_have_one_shape_and_are_dense():
+class SparseBatches(Batches):
+    def __getitem__(self, index):
+        return (SparseMatrix(),)
+
+
+class SparseSamples(Samples):
+    def __getitem__(self, index):
+        return SparseMatrix()
+
+
+@pytest.mark.parametrize("given", [SparseMatrix(), SparseBatches(), SparseSamples()])
+def test_samples_are_dense(given):
     with pytest.raises(TypeError, match="Expected dense arrays.*a SparseMatrix"):
-        source_of(SparseMatrix(), None, None, global_batch_size=2)
+        source_of(given, None, None, global_batch_size=2).take(np.arange(2))
+
+
+def test_samples_have_one_shape():
     for given, shapes in ((Unlike(), r"\(3, 2\), \(4, 2\)"), (UnlikeBatches(), r"\(3,\), \(4,\)")):
         source = source_of(given, None, None, global_batch_size=8)
         with pytest.raises(ValueError, match=f"samples of one shape. Received: {shapes}. Pad"):

@@ -12,10 +12,17 @@ Batch = Any  # a tuple (x,), (x, y) or (x, y, sample_weight) of nested arrays, o
 
 
 def array_of(leaf: Any) -> np.ndarray:
-    """A numpy view of an array or tensor, where there is one."""
+    """A numpy view of an array or tensor, where there is one. Raises TypeError for what is not dense."""
     if hasattr(leaf, "detach"):  # a torch tensor
         leaf = leaf.detach().cpu()
-    return leaf.to_numpy() if hasattr(leaf, "to_numpy") else np.asarray(leaf)
+    found: np.ndarray = leaf.to_numpy() if hasattr(leaf, "to_numpy") else np.asarray(leaf)
+    if found.ndim == 0 and len(getattr(leaf, "shape", ())):  # numpy has made one object of a sparse array
+        raise TypeError(
+            f"Expected dense arrays. Received: a {type(leaf).__name__}. Make it dense (toarray(), to_tensor(), "
+            "tf.sparse.to_dense()), or give an object of single samples, with __len__ and __getitem__, that makes each "
+            "dense."
+        )
+    return found
 
 
 def as_floatx(leaf: np.ndarray) -> np.ndarray:
@@ -57,7 +64,7 @@ def packed(sample: Any) -> Batch:
 
 def rows_in(batch: Batch) -> int:
     """How many rows a batch has."""
-    return len(keras.tree.flatten(batch)[0])
+    return len(array_of(keras.tree.flatten(batch)[0]))
 
 
 def rows_of(batch: Batch, rows: np.ndarray) -> Batch:

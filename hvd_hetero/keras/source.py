@@ -83,14 +83,7 @@ def _column(leaf: Any) -> np.ndarray:
     of_pandas = any(
         cls.__name__ == "Series" and cls.__module__.partition(".")[0] == "pandas" for cls in type(leaf).__mro__
     )
-    found = array_of(leaf)
-    if found.ndim == 0 and len(getattr(leaf, "shape", ())):  # numpy has made one object of a sparse array
-        raise TypeError(
-            f"Expected dense arrays with samples along the first axis. Received: a {type(leaf).__name__}. Make it "
-            "dense (toarray(), tf.sparse.to_dense(), to_tensor()), or give an object of single samples, with __len__ "
-            "and __getitem__, that makes each dense."
-        )
-    return found[:, None] if of_pandas else found
+    return array_of(leaf)[:, None] if of_pandas else array_of(leaf)
 
 
 def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
