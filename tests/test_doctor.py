@@ -154,3 +154,34 @@ def test_the_doctor_sees_repairs_that_have_changed_since(
         fake_horovod(tmp_path, json.dumps({**record, "repairs": text}))
         main(["doctor", "--no-load"])
         assert ("repairs of another version of hvd_hetero" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(
+    ("torch", "horovod", "told"),
+    [
+        ("raise OSError('libcudart.so.13: no such file')", "raise ImportError('no torch')",
+         "PROBLEM: torch cannot be imported (OSError: libcudart.so.13: no such file): repair torch first"),
+        ("", "raise ImportError('libmpi.so.40: no such file')",
+         "PROBLEM: horovod.torch cannot be imported (ImportError: libmpi.so.40: no such file): repair that, or run"),
+        ("", "import os; os._exit(1)", "PROBLEM: horovod.torch cannot be imported: run"),
+        ("", "gloo_built = mpi_built = nccl_built = lambda: False",
+         "PROBLEM: horovod.torch was built without Gloo and MPI, and starts no ranks: run"),
+        ("", "gloo_built = nccl_built = lambda: False; mpi_built = lambda: True",
+         "note: horovod.torch was built without Gloo: no elastic jobs, and ranks wait busily: run"),
+    ],
+)  # fmt: skip
+def test_the_doctor_says_what_to_do_where_horovod_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    torch: str, horovod: str, told: str,
+) -> None:  # fmt: skip
+    first_on_path(monkeypatch, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: {"torch": "2.13.0"}.get(names[0]))
+    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
+    for place, text in (("torch", torch), ("horovod", ""), ("horovod/torch", horovod)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "__init__.py").write_text(text)
+    status = main(["doctor"])
+    said = capsys.readouterr().out
+    assert told in said and "all is well" not in said
+    assert status == told.startswith("PROBLEM")

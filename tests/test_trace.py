@@ -19,6 +19,7 @@ from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.record import Record
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.trace import NewerFormatError, RankRun, Run, Trace, read, reader, record
+from hvd_hetero.trace.own import own_trace
 from hvd_hetero.trace.record import FIELDS, FORMAT, KEPT_LINES
 from hvd_hetero.trace.waiting import local_steps_of, waiting
 
@@ -130,6 +131,21 @@ def test_a_step_costs_less_than_20_microseconds(tmp_path):
 
         assert min(timeit.repeat(step, number=2000, repeat=5, timer=time.process_time)) / 2000 < 20e-6
     assert len(read(tmp_path).ranks[0].steps) == 10000
+
+
+@pytest.mark.parametrize("set_by_s", [86400.0, -86400.0])
+def test_no_step_is_longer_because_the_clock_of_the_host_is_set(tmp_path, monkeypatch, set_by_s):
+    wall, monotonic = Clock(), Clock()
+    wall.now = 1e9
+    monkeypatch.setattr(time, "time", wall)
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    with own_trace(tmp_path, ranks=[0], rank=0) as trace:
+        for step in range(10):
+            wall.now += 0.25 + (set_by_s if step == 5 else 0.0)
+            monotonic.now += 0.25
+            trace.step(step=step, samples=4, compute_s=0.2, share=4)
+    steps, spans_s = (run := read(tmp_path).ranks[0]).steps, run.spans_s
+    assert steps.t_s == pytest.approx(1e9 + 0.25 * np.arange(1, 11)) and spans_s[1:] == pytest.approx(0.25)
 
 
 def test_records_are_written_when_the_clock_says_so(tmp_path):

@@ -83,10 +83,16 @@ _VARIABLES = {
     "fusion_limit": "HOROVOD_FUSION_LIMIT=1048576",
     "gloo_hierarchy": "HOROVOD_GLOO_ALLREDUCE=hierarchical",
 }
-_PROBE = (
-    "import importlib, json, sys; hvd = importlib.import_module('horovod.' + sys.argv[1]); "
-    "print(json.dumps({'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), 'nccl': bool(hvd.nccl_built())}))"
-)
+_PROBE = """
+import importlib, json, sys
+for name in (sys.argv[1], 'horovod.' + sys.argv[1]):
+    try:
+        hvd = importlib.import_module(name)
+    except Exception as error:
+        print(json.dumps({'failed': name, 'error': f'{type(error).__name__}: {error}'.splitlines()[0]}))
+        sys.exit()
+print(json.dumps({'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), 'nccl': bool(hvd.nccl_built())}))
+"""
 REBUILD = "run `hvd-hetero build-horovod`"
 
 
@@ -218,7 +224,15 @@ def _check_import(name: str, found: Diagnosis) -> None:
         )
         return
     built = json.loads(answer.splitlines()[-1])
+    if failed := built.get("failed"):
+        todo = f"repair {name} first" if failed == name else f"repair that, or {REBUILD}"
+        found.problems.append(f"{failed} cannot be imported ({built['error']}): {todo}")
+        return
     found.loads[name] = ", ".join(part for part in ("gloo", "mpi", "nccl") if built[part]) or "no back end"
+    if not (built["gloo"] or built["mpi"]):
+        found.problems.append(f"horovod.{name} was built without Gloo and MPI, and starts no ranks: {REBUILD}")
+    elif not built["gloo"]:
+        found.notes.append(f"horovod.{name} was built without Gloo: no elastic jobs, and ranks wait busily: {REBUILD}")
 
 
 def as_text(found: Diagnosis) -> str:

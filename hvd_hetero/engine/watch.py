@@ -233,7 +233,7 @@ class Watch:
             f'"{wait.operation}", at {script.line()}.'
         )
         texts = [absence.text for absence in absent]
-        texts = texts or ["every rank has come, or cannot be asked: the operation itself does not end."]
+        texts = texts or ["every rank has come, or cannot be asked: the operation itself has not ended."]
         return "\n".join([head, *(f"hvd_hetero:   {text}" for text in texts)])
 
     def _end(self, wait: Wait, end_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvd_hetero.engine.environment import run_folder
 from hvd_hetero.engine.host import host_identity
@@ -24,4 +24,11 @@ def own_trace(run: str | os.PathLike[str] | None, *, ranks: Sequence[int], rank:
     """
     if run is not None and not isinstance(run, (str, os.PathLike)):
         raise TypeError(f"run: expected a folder for this run's trace, a text or a path, or None. Received: {run!r}.")
-    return trace_of(run or run_folder(ranks, rank), rank=rank, clock=time.time, host=host_identity()[0])
+    return trace_of(run or run_folder(ranks, rank), rank=rank, clock=_even_clock(), host=host_identity()[0])
+
+
+def _even_clock() -> Callable[[], float]:
+    """A clock of seconds since the epoch, as the host's stands now. What sets that one later, by hand or by NTP, makes
+    no step of the run longer or shorter."""
+    epoch_s = time.time() - time.monotonic()
+    return lambda: epoch_s + time.monotonic()

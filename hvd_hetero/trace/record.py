@@ -76,8 +76,8 @@ class Trace:
     Args:
         folder: the run's folder, created if missing; the same for all ranks.
         rank: the rank whose record this is.
-        clock: returns seconds since the epoch; called once per entry. Not a monotonic clock, which starts anew on each
-            host: another process on another host may continue the file.
+        clock: returns seconds since the epoch; called once per entry. Not those since the host was started: another
+            process on another host may continue the file.
         host: the name of the rank's host, for readers of reports.
         flush_every_s: seconds of the record that may be lost in a crash.
         max_bytes: the size that the file may have; what goes beyond is dropped and counted. Steps use at most seven
