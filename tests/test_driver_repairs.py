@@ -39,6 +39,9 @@ def test_the_elastic_driver_gives_up_workers_that_do_not_come() -> None:
 
         def stop(self, error_message=None): ...
 
+        def give_up(self, host):
+            hosts.blacklist(host)
+
         def resume(self):
             self.resumed.set()
 
@@ -108,15 +111,17 @@ class Job(NamedTuple):
 
 
 @contextmanager
-def elastic_job(hosts: dict[str, int]) -> Iterator[Job]:
-    """A job with a worker in each of the hosts' slots."""
+def elastic_job(hosts: dict[str, int], *, least: int | None = None) -> Iterator[Job]:
+    """A job with a worker in each of the hosts' slots, which goes on with `least` of them; None: with all."""
     from horovod.runner.elastic.discovery import FixedHosts
     from horovod.runner.elastic.driver import ElasticDriver
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 
     server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
     ranks = sum(hosts.values())
-    driver = ElasticDriver(server, FixedHosts(hosts), ranks, ranks, timeout=LIMIT_S, cooldown_range=(1, 1))
+    driver = ElasticDriver(
+        server, FixedHosts(hosts), least or ranks, ranks, timeout=LIMIT_S, cooldown_range=(1, 1)
+    )
     handler = create_rendezvous_handler(driver)
     asked = handler.__new__(handler)
     workers = Workers()
@@ -139,6 +144,13 @@ def job() -> Iterator[Job]:
         yield made
 
 
+@pytest.fixture
+def small_job() -> Iterator[Job]:
+    """The same, if one of them is enough."""
+    with elastic_job({"a": 1, "b": 2}, least=1) as made:
+        yield made
+
+
 def _in_threads(call: Callable[[str], Any], of: list[str]) -> dict[str, Any]:
     """What came of the calls, which wait for one another."""
     results: dict[str, Any] = {}
@@ -156,8 +168,8 @@ def _in_threads(call: Callable[[str], Any], of: list[str]) -> dict[str, Any]:
 
 
 @needs("spared_hosts")
-def test_a_dead_worker_is_started_anew_and_those_beside_it_go_on(job: Job) -> None:
-    driver, workers, ask = job
+def test_a_dead_worker_is_started_anew_and_those_beside_it_go_on(small_job: Job) -> None:
+    driver, workers, ask = small_job
     numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
     survivors = [f"a:0:{numbers['a', 0]}", f"b:1:{numbers['b', 1]}"]
     workers.end(workers.find("b", 0))
@@ -221,8 +233,8 @@ def test_the_first_worker_of_the_only_host_may_end(status: int) -> None:
 
 
 @needs("spared_hosts")
-def test_a_worker_has_to_last_longer_each_time(job: Job) -> None:
-    driver, ready = job.driver, {("a", 0): "READY", ("b", 0): "READY"}
+def test_a_worker_has_to_last_longer_each_time(small_job: Job) -> None:
+    driver, ready = small_job.driver, {("a", 0): "READY", ("b", 0): "READY"}
     for count, (age_s, alone, spared) in enumerate([
         (1e9, True, True), (119, True, False), (121, True, True), (121, True, False), (241, True, True),
         (10, False, False),
@@ -235,6 +247,22 @@ def test_a_worker_has_to_last_longer_each_time(job: Job) -> None:
     driver._restarted.clear()
     last = {("b", 0): "READY"}
     assert [driver.spare("b", 1, last, True) for _ in range(4)] == [True] * 3 + [False], "nobody else has the state"
+
+
+@needs("spared_hosts")
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_host_without_which_too_few_slots_are_left_is_given_up_last_and_with_a_word(
+    least: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with elastic_job({"a": 1, "b": 2}, least=least) as (driver, _, _):
+        ready = {("a", 0): "READY", ("b", 0): "READY"}
+        spared = [driver.spare("b", 1, ready, True) for _ in range(4)]
+        assert spared == [True, least > 1, least > 1, False]
+        driver.give_up("b")
+        assert driver._host_manager.is_blacklisted("b")
+        assert "Host b is given up, as none of its ranks goes on, or one of them has failed again" in caplog.text
+        assert f"The other hosts have 1 slots, and --min-np asks for {least}" in caplog.text
+        assert (f"the job waits for others, for {LIMIT_S} s at most" in caplog.text) == (least > 1)
 
 
 @needs("failed_job")
@@ -252,7 +280,7 @@ def test_a_job_whose_ranks_were_all_given_up_has_failed(job: Job) -> None:
 @needs("stale_workers")
 def test_a_host_that_was_given_up_and_comes_back_gets_new_workers_and_the_old_ones_do_not_count(job: Job) -> None:
     driver, workers, ask = job
-    driver._restarted[("b", 0)] = time.time(), 1  # so that the host is not spared
+    driver._restarted[("b", 0)] = time.time(), 3  # so that the host is not spared
     dead, late = workers.find("b", 0), workers.find("b", 1)
     numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
     workers.end(dead)

@@ -31,7 +31,7 @@ EDITS: Final = (
         for host, slot in sorted(failures, key=lambda key: (key[1] == 0, key)):
             alone = all(other == host for other, _ in failures)
             if host not in ready or not self._driver.spare(host, slot, self._states, alone):
-                self._host_manager.blacklist(host)
+                self._driver.give_up(host)
 """,
     ),
     Edit(
@@ -39,7 +39,8 @@ EDITS: Final = (
         reason="Part of spared_hosts: the driver's decision whether a failed worker is started again. If so, its old "
         "process is ended, since it may be frozen, and a worker that has the job's state is chosen as rank 0, from "
         "which all others take it. If the worker has failed repeatedly, its host is given up after all: at once if "
-        "the job can go on without that host, or else after three restarts",
+        "the job can go on without that host, or else after three restarts. A host that is given up is logged as a "
+        "warning, with how many slots are left: where these are too few, the job would wait without a word",
         file=_DRIVER,
         find="    def world_size(self):\n",
         replace="""    def spare(self, host, slot, states, alone):
@@ -47,13 +48,15 @@ EDITS: Final = (
         last, count = self._restarted.get((host, slot), (0, 0))
         left = (host, slot) in self._left
         again = not left and now - last < SPARED_AGAIN_SECS * 2 ** max(0, count - 1)
-        elsewhere = any(state == READY and name != host for (name, _), state in states.items())
+        with self._wait_hosts_cond:  # which discovery holds, too
+            elsewhere = self._slots_without(host) >= self._min_num_proc and any(
+                state == READY and name != host for (name, _), state in states.items())
         if again and (alone and elsewhere or count >= MOST_SPARED_AGAIN):
             return False
         first = {}
         for name, ready in sorted(key for key, state in states.items() if state == READY):
             first.setdefault(name, ready)
-        with self._wait_hosts_cond:  # which discovery holds, too
+        with self._wait_hosts_cond:
             hosts_now = self._host_manager.current_hosts
             order = sorted(hosts_now.host_assignment_order, key=lambda name: first.get(name, float('inf')))
             if not order or order[0] not in first:
@@ -67,6 +70,21 @@ EDITS: Final = (
         if (host, slot) in self._ends:
             self._ends[(host, slot)].set()
         return True
+
+    def give_up(self, host):
+        if not self._host_manager.is_blacklisted(host):
+            with self._wait_hosts_cond:
+                left = self._slots_without(host)
+            short = '' if left >= self._min_num_proc else (
+                ': the job waits for others, for %d s at most' % self._timeout)
+            logging.warning('Host %s is given up, as none of its ranks goes on, or one of them has failed again and '
+                            'again. The other hosts have %d slots, and --min-np asks for %d%s.',
+                            host, left, self._min_num_proc, short)
+        self._host_manager.blacklist(host)
+
+    def _slots_without(self, host):
+        hosts_now = self._host_manager.current_hosts
+        return sum(hosts_now.get_slots(name) for name in hosts_now.available_hosts if name != host)
 
     def world_size(self):
 """,
