@@ -8,6 +8,9 @@ is estimated from processor time,
 
     service = processor time while waiting / processor time per second of compute
 
+Compute that sleeps, or waits for a device or a disk, does not tell how fast the cores are: a thread that runs all the
+time needs no more than `1 / cores of the quota`, or as much longer as other processes hold it up.
+
 A CPU quota, as of a container, is granted period by period. A rank that waited for others has not used all of its
 quota, and then computes faster than it could if the others waited for it. A plan has to rest on the long run, in which
 the rank's compute takes at least
@@ -20,12 +23,14 @@ the rank's compute takes at least
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from hvd_hetero.engine.machine import Crowding
 from hvd_hetero.engine.stopwatch import Stopwatch, WallClock
 
 LOOK_EVERY = 8  # steps between two readings of the CPU quota, each of which takes 0.1 ms
@@ -71,6 +76,8 @@ class ComputeMeter:
         processor_s: returns the seconds of processor time of this process, all threads; used only for ranks that
             compute on their CPU cores.
         quota_cores: returns the number of cores that a CPU quota allows this process; None if there is no quota.
+        crowding: returns how many seconds a thread of this process takes, of late, for a second of processor time, as
+            others use its cores; None if not known.
     """
 
     def __init__(
@@ -79,10 +86,12 @@ class ComputeMeter:
         *,
         processor_s: Callable[[], float] = time.process_time,
         quota_cores: Callable[[], float | None] = lambda: None,
+        crowding: Callable[[], float | None] | None = None,
     ) -> None:
         self._stopwatch, self._processor_s = stopwatch, processor_s
-        self._quota_cores, self._until_look = quota_cores, 0
+        self._quota_cores, self._crowding, self._until_look = quota_cores, crowding or Crowding().slowness, 0
         self._quota: float | None = None
+        self._slowest = math.inf  # seconds that a thread which always runs may take for a second of processor time
         # By step since the quota changed: how much longer compute and loading would take at the quota's long-run rate.
         self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)
         self._segments: list[tuple[Any, Any]] = []  # closed ones, until `take`
@@ -239,27 +248,30 @@ class ComputeMeter:
         self._computing_s = self._waiting_s = self._other_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
-        cores, head_start_s = self._look_at_quota(), 0.0
+        self._look_at_cores()
+        cores, head_start_s = self._quota, 0.0
         if cores is not None:
             # The median of several steps: a single one is off by up to a period of the quota, as compute falls into it.
             self._ahead_s.append((computing_s + other_s) / cores - compute_s - elsewhere_s)
             head_start_s = max(0.0, statistics.median(self._ahead_s))
         # A rank that polls while it waits, as with MPI, uses much more processor time than service takes: so service is
         # counted as `compute_s` at the most. The rate of the cores is that of compute, as loading may wait for a disk.
-        slowness = compute_s / computing_s  # wall time per processor time
+        slowness = min(compute_s / computing_s, self._slowest)  # wall time per processor time
         if head_start_s > 0.0:
             slowness = (compute_s + elsewhere_s + head_start_s) / (computing_s + other_s)
         return head_start_s + min(compute_s, waiting_s * slowness)
 
-    def _look_at_quota(self) -> float | None:
-        """The number of cores of the CPU quota; None if there is none. It is read from files now and then: `LOOK_EVERY`
-        calls lie between two readings."""
+    def _look_at_cores(self) -> None:
+        """Looks at the CPU quota, and at how crowded the cores are, now and then: `LOOK_EVERY` calls lie between two
+        readings of the files that tell."""
         self._until_look -= 1
-        if self._until_look < 0:
-            before, self._quota, self._until_look = self._quota, self._quota_cores(), LOOK_EVERY
-            if self._quota != before:
-                self._ahead_s.clear()
-        return self._quota
+        if self._until_look >= 0:
+            return
+        before, self._quota, self._until_look = self._quota, self._quota_cores(), LOOK_EVERY
+        if self._quota != before:
+            self._ahead_s.clear()
+        crowding = self._crowding()
+        self._slowest = math.inf if crowding is None else max(crowding, 1.0 / (self._quota or 1.0))
 
 
 class Pace:

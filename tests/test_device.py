@@ -71,6 +71,22 @@ def test_a_quota_is_that_of_now(tmp_path):
     assert machine.CpuQuota(tmp_path / "nothing").cores() is None
 
 
+def test_how_crowded_the_cores_are_since_the_last_look(tmp_path):
+    def ran(text):
+        write(tmp_path, {"proc/self/schedstat": text})
+
+    ran("1000 9000 3\n")
+    crowding = machine.Crowding(tmp_path)
+    assert crowding.slowness() is None, "it has not run"
+    ran("1400 9200 5\n")
+    assert crowding.slowness() == 1.5
+    ran("1600 9200 6\n")
+    assert crowding.slowness() == 1.0
+    ran("0 0 0\n")
+    assert crowding.slowness() is None, "as where the kernel does not count"
+    assert machine.Crowding(tmp_path / "nothing").slowness() is None
+
+
 def test_cgroup_v1_limits(tmp_path):
     cpu, memory = "sys/fs/cgroup/cpu/", "sys/fs/cgroup/memory/"
     write(tmp_path, {cpu + "rank/cpu.cfs_quota_us": "2500\n", cpu + "rank/cpu.cfs_period_us": "10000\n",

@@ -9,11 +9,14 @@ from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter, Pace
 
 
 class Rank:
-    """Compute and waiting on `cores` of a core, by clocks that only this moves."""
+    """Compute and waiting on `cores` of a core, which others use for the rest, by clocks that only this moves."""
 
-    def __init__(self, cores, stopwatch=WallClock):
+    def __init__(self, cores, stopwatch=WallClock, **asked):
         self.cores, self.now_s, self.processor_s = cores, 0.0, 0.0
-        self.meter = ComputeMeter(stopwatch(lambda: self.now_s), processor_s=lambda: self.processor_s)
+        self.meter = ComputeMeter(
+            stopwatch(lambda: self.now_s), processor_s=lambda: self.processor_s,
+            **{"crowding": lambda: 1.0 / min(cores, 1.0)} | asked,
+        )  # fmt: skip
 
     def passes(self, work_s, wall_s=None):
         """`work_s` of processor time; as fast as the cores allow unless it takes longer for other reasons."""
@@ -93,6 +96,21 @@ def test_service_is_never_more_than_compute_and_each_step_counts_its_own():
     assert rank.step(compute=0.1, service=0.0, link_s=1.0) == pytest.approx((0.2, 0.0))
 
 
+@pytest.mark.parametrize(("crowding", "quota", "slowest"), [
+    (1.0, None, 1.0), (1.5, None, 1.5), (1.0, 4.0, 1.0), (1.0, 0.5, 2.0), (3.0, 0.5, 3.0), (None, None, 5.0)
+])  # fmt: skip
+def test_compute_that_sleeps_does_not_make_service_slow(crowding, quota, slowest):
+    """Nor does what waits for a disk, or for a device of which the stopwatch knows nothing."""
+    rank = Rank(1.0, crowding=lambda: crowding, quota_cores=lambda: quota)
+    rank.meter.run()
+    rank.passes(0.2, wall_s=1.0)
+    rank.meter.pause()
+    rank.passes(0.1, wall_s=0.5)
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert compute_s == pytest.approx(1.0) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.1 * slowest)
+
+
 def test_where_compute_is_on_a_device_service_says_nothing():
     class Device:
         def __init__(self, clock):
@@ -113,10 +131,7 @@ class Rationed(Rank):
     PERIOD_S = 0.01
 
     def __init__(self, cores, quota_cores):
-        super().__init__(cores)
-        self.meter = ComputeMeter(
-            WallClock(lambda: self.now_s), processor_s=lambda: self.processor_s, quota_cores=quota_cores
-        )
+        super().__init__(cores, quota_cores=quota_cores)
         self.period, self.used_s = 0, 0.0
 
     def passes(self, work_s, wall_s=None):
@@ -183,11 +198,7 @@ def test_who_has_waited_computes_faster_than_its_quota():
 def test_a_quota_that_is_changed_is_heard_of_and_a_wide_one_says_nothing():
     """Though it is asked for now and then only, as that takes its time."""
     quota, asked = [None], []
-    rank = Rank(1.0)
-    rank.meter = ComputeMeter(
-        WallClock(lambda: rank.now_s), processor_s=lambda: rank.processor_s,
-        quota_cores=lambda: asked.append(True) or quota[0],
-    )  # fmt: skip
+    rank = Rank(1.0, quota_cores=lambda: asked.append(True) or quota[0])
     for cores, extra_s in ((None, 0.0), (0.5, 0.1), (4.0, 0.0)):
         quota[0] = cores
         said = [rank.step(compute=0.1, service=0.0, link_s=0.0) for _ in range(LOOK_EVERY + 1)]

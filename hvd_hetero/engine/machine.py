@@ -104,6 +104,29 @@ class CpuQuota:
         return cpu_quota_cores(cgroup_folders("cpu", self._mounts, here, self._root))
 
 
+class Crowding:
+    """How much others hold up this process on the cores that it may use. `root` is the folder that contains /proc."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._file = root / "proc/self/schedstat"
+        self._before = self._times()
+
+    def slowness(self) -> float | None:
+        """Wall time per processor time of what the process's main thread has run since the last call: 1 if it always
+        got a core at once, and 2 if it waited for one as long as it ran. None where Linux does not tell, or for a
+        thread that has not run. (The fields of schedstat are in Linux's Documentation/scheduler/sched-stats.rst.)"""
+        (ran_before, waited_before), (ran, waited) = self._before, self._times()
+        if ran <= ran_before:
+            return None
+        self._before = ran, waited
+        return 1.0 + (waited - waited_before) / (ran - ran_before)
+
+    def _times(self) -> tuple[int, int]:
+        """Nanoseconds that the thread has run, and that it has waited for a core."""
+        words = read(self._file).split()
+        return (int(words[0]), int(words[1])) if len(words) > 1 and all(map(str.isdigit, words)) else (0, 0)
+
+
 def memory_limit_bytes(folders: Iterator[Path]) -> int | None:
     """The lowest memory limit of these cgroups, in bytes; None if there is none."""
     found = _tightest(folders, _memory_limit)
