@@ -92,7 +92,7 @@ class Balancer:
             kind=engine.kind,
             rule=ReplanRule() if rule is None else rule,
         )
-        self.step_timer = StepTimer(stopwatch, quota_cores=engine.quota_cores)
+        self.step_timer = StepTimer(stopwatch, quota_cores=engine.quota_cores, crowding=engine.crowding)
         self.record = Record(trace)
         self.lookahead = 0
         self.step = -1

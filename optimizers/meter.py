@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from hvd_hetero.engine.machine import Crowding
 from hvd_hetero.engine.stopwatch import Stopwatch, WallClock
 
 LOOK_EVERY = 8  # steps between two readings of the CPU quota, each of which takes 0.1 ms
@@ -76,8 +75,8 @@ class ComputeMeter:
         processor_s: returns the seconds of processor time of this process, all threads; used only for ranks that
             compute on their CPU cores.
         quota_cores: returns the number of cores that a CPU quota allows this process; None if there is no quota.
-        crowding: returns how many seconds a thread of this process takes, of late, for a second of processor time, as
-            others use its cores; None if not known.
+        crowding: returns how many seconds a thread of this process takes, of late, for a second of processor time;
+            None if not known.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class ComputeMeter:
         *,
         processor_s: Callable[[], float] = time.process_time,
         quota_cores: Callable[[], float | None] = lambda: None,
-        crowding: Callable[[], float | None] | None = None,
+        crowding: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._stopwatch, self._processor_s = stopwatch, processor_s
-        self._quota_cores, self._crowding, self._until_look = quota_cores, crowding or Crowding().slowness, 0
+        self._quota_cores, self._crowding, self._until_look = quota_cores, crowding, 0
         self._quota: float | None = None
         self._slowest = math.inf  # seconds that a thread which always runs may take for a second of processor time
         # By step since the quota changed: how much longer compute and loading would take at the quota's long-run rate.

@@ -75,12 +75,13 @@ def test_how_crowded_the_cores_are_since_the_last_look(tmp_path):
     def ran(text):
         write(tmp_path, {"proc/self/schedstat": text})
 
-    ran("1000 9000 3\n")
+    ran("1000 3000 3\n")
     crowding = machine.Crowding(tmp_path)
+    assert crowding.slowness() == 4.0, "since the process began"
     assert crowding.slowness() is None, "it has not run"
-    ran("1400 9200 5\n")
+    ran("1400 3200 5\n")
     assert crowding.slowness() == 1.5
-    ran("1600 9200 6\n")
+    ran("1600 3200 6\n")
     assert crowding.slowness() == 1.0
     ran("0 0 0\n")
     assert crowding.slowness() is None, "as where the kernel does not count"

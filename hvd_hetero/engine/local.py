@@ -100,6 +100,9 @@ class LocalEngine:
     def quota_cores(self) -> float | None:
         return None  # a quota is for all ranks of this process together
 
+    def crowding(self) -> float | None:
+        return None
+
     def on_device(self, array: Any) -> bool:
         return False
 

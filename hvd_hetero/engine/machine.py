@@ -109,12 +109,12 @@ class Crowding:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._file = root / "proc/self/schedstat"
-        self._before = self._times()
+        self._before = 0, 0
 
     def slowness(self) -> float | None:
-        """Wall time per processor time of what the process's main thread has run since the last call: 1 if it always
-        got a core at once, and 2 if it waited for one as long as it ran. None where Linux does not tell, or for a
-        thread that has not run. (The fields of schedstat are in Linux's Documentation/scheduler/sched-stats.rst.)"""
+        """Wall time per processor time of what the process's main thread has run since the last call, or the first time
+        since it began: 1 if it always got a core at once, 2 if it waited for one as long as it ran. None where Linux
+        does not tell, or if it has not run. (Linux's Documentation/scheduler/sched-stats.rst has the fields.)"""
         (ran_before, waited_before), (ran, waited) = self._before, self._times()
         if ran <= ran_before:
             return None

@@ -62,6 +62,10 @@ class Engine(Protocol):
     def quota_cores(self) -> float | None:
         """The current CPU quota of this process, in cores (may be a fraction); None if there is no quota."""
 
+    def crowding(self) -> float | None:
+        """How many seconds a thread of this process takes, of late, for a second of processor time, as others use its
+        cores, or its quota is used up; None if not known."""
+
     def on_device(self, array: Any) -> bool:
         """Whether collectives on `array` read and write GPU memory directly (NCCL), without a copy to host memory."""
 

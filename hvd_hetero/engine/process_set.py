@@ -18,7 +18,7 @@ from .callback import Rebuilds, WeakMethods
 from .device import describe_device, kind_of
 from .environment import patience
 from .host import host_identity
-from .machine import CpuQuota
+from .machine import CpuQuota, Crowding
 from .payload import gather_text
 from .port import Op
 from .shared_sets import process_set_of
@@ -103,6 +103,7 @@ class ProcessSetEngine:
     _identity: ClassVar[int | None] = None
     _kind: ClassVar[int | None] = None
     _quota: ClassVar[CpuQuota | None] = None
+    _crowding: ClassVar[Crowding | None] = None
     _watch: ClassVar[Watch | None] = None
 
     def __init__(self, process_set: Any = None) -> None:
@@ -164,6 +165,11 @@ class ProcessSetEngine:
         if ProcessSetEngine._quota is None:
             ProcessSetEngine._quota = CpuQuota()
         return ProcessSetEngine._quota.cores()
+
+    def crowding(self) -> float | None:
+        if ProcessSetEngine._crowding is None:
+            ProcessSetEngine._crowding = Crowding()
+        return ProcessSetEngine._crowding.slowness()
 
     def on_device(self, array: Any) -> bool:
         return False
