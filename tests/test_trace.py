@@ -74,10 +74,14 @@ def test_what_a_field_less_of_an_older_record_says_is_read(tmp_path):
     assert all((step.share, step.extra_s, step.loading_s) == (4, 0.0, 0.0) for step in record.steps)
 
 
-def test_a_run_that_begins_anew_goes_on_in_the_file_of_its_rank(tmp_path):
+def test_a_run_that_begins_anew_goes_on_in_the_file_of_its_rank(tmp_path, monkeypatch):
+    """In the folder that was named at first, also if the script has changed its working directory since."""
     clock = Clock()
-    moved = Trace(tmp_path, rank=2, clock=clock, flush_every_s=0.0)
-    stays = Trace(tmp_path, rank=0, clock=clock, flush_every_s=0.0)
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    moved = Trace("run", rank=2, clock=clock, flush_every_s=0.0)
+    stays = Trace("run", rank=0, clock=clock, flush_every_s=0.0)
+    monkeypatch.chdir("run")
     for trace in (moved, stays):
         for step in range(5):
             trace.step(step=step, samples=4, share=4)
@@ -88,7 +92,7 @@ def test_a_run_that_begins_anew_goes_on_in_the_file_of_its_rank(tmp_path):
         for step in range(3, 6):
             trace.step(step=step, samples=6, share=6)
         trace.close()
-    run = read(tmp_path)
+    run = read(tmp_path / "run")
     assert [step.step for step in run.ranks[0].steps] == list(range(6)) and run.ranks[0].sessions == 2
     assert [step.samples for step in run.ranks[0].steps] == [4, 4, 4, 6, 6, 6], "what was undone is forgotten"
     assert [step.step for step in run.ranks[1].steps] == [3, 4, 5] and len(run.ranks[2].steps) == 5

@@ -97,7 +97,7 @@ class Trace:
             raise ValueError(f"rank and flush_every_s: expected 0 or more. Received: {rank} and {flush_every_s}.")
         if max_bytes is not None and max_bytes < 4096:
             raise ValueError(f"max_bytes: expected at least 4096, or None. Received: {max_bytes}.")
-        self._folder = os.fspath(folder)
+        self._folder = os.path.abspath(folder)
         self.path = os.path.join(self._folder, file_name(rank))
         self.dropped = 0
         self._told = 0       # number of dropped lines that the file tells of
