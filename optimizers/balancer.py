@@ -92,7 +92,9 @@ class Balancer:
             kind=engine.kind,
             rule=ReplanRule() if rule is None else rule,
         )
-        self.step_timer = StepTimer(stopwatch, quota_cores=engine.quota_cores, crowding=engine.crowding)
+        self.step_timer = StepTimer(
+            stopwatch, quota_cores=engine.quota_cores, crowding=engine.crowding, spins=engine.spins
+        )
         self.record = Record(trace)
         self.lookahead = 0
         self.step = -1

@@ -9,7 +9,9 @@ is estimated from processor time,
     service = processor time while waiting / processor time per second of compute
 
 Compute that sleeps, or waits for a device or a disk, does not tell how fast the cores are: a thread that runs all the
-time needs no more than `1 / cores of the quota`, or as much longer as other processes hold it up.
+time needs no more than `1 / cores of the quota`, or as much longer as other processes hold it up. Where a thread spins
+while it waits for other ranks, as with MPI, processor time says nothing of service, and none is counted: otherwise what
+a fast rank waits would be taken for its own time, and its share would not grow.
 
 A CPU quota, as of a container, is granted period by period. A rank that waited for others has not used all of its
 quota, and then computes faster than it could if the others waited for it. A plan has to rest on the long run, in which
@@ -77,6 +79,7 @@ class ComputeMeter:
         quota_cores: returns the number of cores that a CPU quota allows this process; None if there is no quota.
         crowding: returns how many seconds a thread of this process takes, of late, for a second of processor time;
             None if not known.
+        spins: whether a thread keeps a core busy while the rank waits for others.
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class ComputeMeter:
         processor_s: Callable[[], float] = time.process_time,
         quota_cores: Callable[[], float | None] = lambda: None,
         crowding: Callable[[], float | None] = lambda: None,
+        spins: bool = False,
     ) -> None:
-        self._stopwatch, self._processor_s = stopwatch, processor_s
+        self._stopwatch, self._processor_s, self._spins = stopwatch, processor_s, spins
         self._quota_cores, self._crowding, self._until_look = quota_cores, crowding, 0
         self._quota: float | None = None
         self._slowest = math.inf  # seconds that a thread which always runs may take for a second of processor time
@@ -253,8 +257,10 @@ class ComputeMeter:
             # The median of several steps: a single one is off by up to a period of the quota, as compute falls into it.
             self._ahead_s.append((computing_s + other_s) / cores - compute_s - elsewhere_s)
             head_start_s = max(0.0, statistics.median(self._ahead_s))
-        # A rank that polls while it waits, as with MPI, uses much more processor time than service takes: so service is
-        # counted as `compute_s` at the most. The rate of the cores is that of compute, as loading may wait for a disk.
+        if self._spins:
+            return head_start_s
+        # Other threads of a script may work while it waits, so service is counted as `compute_s` at the most. The rate
+        # of the cores is that of compute, as loading may wait for a disk.
         slowness = min(compute_s / computing_s, self._slowest)  # wall time per processor time
         if head_start_s > 0.0:
             slowness = (compute_s + elsewhere_s + head_start_s) / (computing_s + other_s)

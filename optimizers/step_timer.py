@@ -59,7 +59,7 @@ class StepTimer:
 
     Args:
         stopwatch: measures compute; None: wall time, until `measure_with` sets another one.
-        quota_cores, crowding: as of `ComputeMeter`.
+        quota_cores, crowding, spins: as of `ComputeMeter`.
         clock: returns wall time in seconds, for what runs on no device.
         processor_s: returns the processor time of this process in seconds.
 
@@ -76,11 +76,12 @@ class StepTimer:
         *,
         quota_cores: Callable[[], float | None] = lambda: None,
         crowding: Callable[[], float | None] = lambda: None,
+        spins: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         processor_s: Callable[[], float] = time.process_time,
     ) -> None:
         self._meter = ComputeMeter(
-            stopwatch or WallClock(), processor_s=processor_s, quota_cores=quota_cores, crowding=crowding
+            stopwatch or WallClock(), processor_s=processor_s, quota_cores=quota_cores, crowding=crowding, spins=spins
         )
         self._clock, self._given = clock, stopwatch is not None
         self._ended: Ended | None = None  # the last step, while its time is not read

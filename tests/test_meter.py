@@ -111,6 +111,15 @@ def test_compute_that_sleeps_does_not_make_service_slow(crowding, quota, slowest
     assert compute_s == pytest.approx(1.0) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.1 * slowest)
 
 
+@pytest.mark.parametrize("quota", [None, 0.5])
+def test_spinning_while_it_waits_is_no_service(quota):
+    """Or the time for which a fast rank waits under MPI would be its own, and its share would not grow."""
+    spinning, serving = (Rank(1.0, spins=spins, quota_cores=lambda: quota) for spins in (True, False))
+    head_start_s = 0.0 if quota is None else 0.2
+    assert spinning.step(compute=0.2, service=0.2, link_s=0.2) == pytest.approx((0.2, head_start_s))
+    assert serving.step(compute=0.2, service=0.2, link_s=0.2) == pytest.approx((0.2, 0.2 + head_start_s))
+
+
 def test_where_compute_is_on_a_device_service_says_nothing():
     class Device:
         def __init__(self, clock):
@@ -183,7 +192,7 @@ def test_under_a_quota_loading_and_service_take_their_parts_of_it_as_well(comput
     assert sum(said[SMOOTHED:]) / 100 == pytest.approx((compute + loading + service) / 0.2, rel=0.07)
 
 
-def test_under_a_quota_too_who_spins_while_it_waits_is_not_taken_to_serve_all_the_time():
+def test_under_a_quota_too_who_works_while_it_waits_is_not_taken_to_serve_all_the_time():
     rank = Rationed(0.2, lambda: 0.2)
     for _ in range(10):
         compute_s, extra_s = rank.step(compute=0.0065, service=0.1, link_s=0.5)

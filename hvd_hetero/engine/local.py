@@ -103,6 +103,10 @@ class LocalEngine:
     def crowding(self) -> float | None:
         return None
 
+    @property
+    def spins(self) -> bool:
+        return False
+
     def on_device(self, array: Any) -> bool:
         return False
 

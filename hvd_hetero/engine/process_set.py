@@ -171,6 +171,10 @@ class ProcessSetEngine:
             ProcessSetEngine._crowding = Crowding()
         return ProcessSetEngine._crowding.slowness()
 
+    @property
+    def spins(self) -> bool:
+        return bool(self._binding.mpi_enabled())
+
     def on_device(self, array: Any) -> bool:
         return False
 
