@@ -301,5 +301,7 @@ class Pace:
 
     @property
     def usual_s(self) -> float | None:
-        """The median duration of the last 9 steps, in seconds; None before the second step begins."""
-        return statistics.median(self._step_s) if self._step_s else None
+        """The mean duration of the last 9 steps without the two longest and shortest, in seconds; None before the
+        second step begins. Where two loaders finish together, every second step waits, and a median is of one kind."""
+        kept = sorted(self._step_s)[(out := (len(self._step_s) + 1) // 4) : len(self._step_s) - out]
+        return statistics.fmean(kept) if kept else None

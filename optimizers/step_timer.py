@@ -223,7 +223,7 @@ class StepTimer:
 
     @property
     def usual_step_s(self) -> float | None:
-        """The median duration of the last steps, in seconds; None before the second step."""
+        """The usual duration of the last steps, in seconds, see `Pace.usual_s`; None before the second step."""
         return self._pace.usual_s
 
     # For checkpoints, through `UnsentState`: what the other ranks have not been told yet ------------------------------

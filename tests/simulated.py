@@ -134,9 +134,11 @@ class RecordedRanks:
         self.waits: list[list[float]] = [[] for _ in range(size)]
 
     def step(
-        self, step: int, *, compute, data=None, rest=None, shares=None, extra=None, loading=None, exchange: float = 0.01
-    ) -> None:
-        """What each rank does in a step, in seconds; `loading`, for which it waits in `data`, others do beside it."""
+        self, step: int, *, compute, data=None, rest=None, shares=None, extra=None, loading=None,
+        exchange: float = 0.01, batches: int = 1,
+    ) -> None:  # fmt: skip
+        """What each rank does in a step, in seconds; `loading`, for which it waits in `data`, others do beside it. The
+        last of its `batches` has the number `step`."""
         size = len(self.traces)
         data, rest, shares = data or [0.0] * size, rest or [0.0] * size, shares or [4] * size
         extra, loading = extra or [0.0] * size, loading or [0.0] * size
@@ -144,7 +146,7 @@ class RecordedRanks:
         self.now += max(busy) + exchange
         for rank, trace in enumerate(self.traces):
             self.waits[rank].append(max(busy) - busy[rank] + exchange)
-            trace.step(step=step, samples=shares[rank], compute_s=compute[rank], data_s=data[rank], bytes=100,
+            trace.step(step=step, samples=batches * shares[rank], compute_s=compute[rank], data_s=data[rank], bytes=100,
                        wait_s=self.waits[rank][-1], share=shares[rank], extra_s=extra[rank],
                        loading_s=loading[rank])
 

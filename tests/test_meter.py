@@ -383,10 +383,26 @@ def test_what_is_done_aside_of_no_segment_opens_none():
     assert not rank.meter.running and not rank.meter.take().segments and rank.meter.take_aside_s() == 0.0
 
 
-def test_the_usual_time_of_a_step_is_the_median_from_beginning_to_beginning():
+def test_the_usual_time_of_a_step_is_from_beginning_to_beginning_and_one_long_step_does_not_move_it():
     now = [0.0]
     pace, found = Pace(clock=lambda: now[0]), []
     for now[0] in (0.0, 1.0, 9.0, 10.0, 12.0):
         pace.begin()
         found.append((pace.last_s, pace.usual_s))
     assert found == [(None, None), (1.0, 1.0), (8.0, 4.5), (1.0, 1.0), (2.0, 1.5)]
+
+
+@pytest.mark.parametrize(("steps_s", "usual_s"), [
+    ([0.025, 0.075] * 9, 0.05),  # two loaders that finish together
+    ([0.075, 0.025] * 9, 0.05),
+    ([0.05] * 8 + [5.0] + [0.05] * 3 + [5.0] + [0.05], 0.05),  # a validation now and then
+    ([0.05], 0.05),
+])  # fmt: skip
+def test_the_usual_step_is_a_mean_that_rare_long_ones_do_not_move(steps_s, usual_s):
+    now = 0.0
+    pace = Pace(lambda: now)
+    pace.begin()
+    for step_s in steps_s:
+        now += step_s
+        pace.begin()
+    assert pace.usual_s == pytest.approx(usual_s, rel=0.15)

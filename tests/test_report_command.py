@@ -237,6 +237,31 @@ def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, c
     assert "60:68" in said and "The slowest rank cannot be done without: the others do not hold the batch." in said
 
 
+@pytest.mark.parametrize("epoch", [12, 10, 3])
+def test_steps_of_several_batches_are_told_as_such_and_planned_for_by_the_batch(tmp_path, capsys, epoch):
+    """Gradients of 4 batches, or of fewer at the end of an epoch, make a step, and each pass costs 5 ms more."""
+    ranks, begun = RecordedRanks(tmp_path, 2), 0
+    for number in range(60):
+        batches, shares = min(4, epoch - begun % epoch), (20, 44) if number < 30 else (44, 20)
+        begun += batches
+        compute = [batches * (0.005 + share * each_s) for share, each_s in zip(shares, (0.001, 0.003), strict=True)]
+        ranks.step(begun - 1, compute=compute, shares=shares, batches=batches, exchange=0.001 * batches)
+    spent_s = ranks.now - 1000.0
+    ranks.read()
+    assert main(["report", str(tmp_path), "--json", "--skip", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(rank["samples_per_s"] for rank in found["ranks"]) == pytest.approx(64 * begun / spent_s, rel=0.05)
+    assert found["waiting"]["step_s"] == pytest.approx(spent_s / 60, rel=0.05)
+    assert found["ranks"][1]["parts"]["compute"] > 0.97
+    assert main(["plan", str(tmp_path), "--json", "--skip", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["seconds_per_sample"] for rank in found["ranks"]] == pytest.approx([0.001, 0.003], rel=0.1)
+    assert found["step_s"] == pytest.approx(0.005 + 20 * 0.003 + 0.001)
+    ways = {way["title"]: way["step_s"] for way in found["forecasts"]}
+    assert ways["equal shares"] == pytest.approx(0.005 + 32 * 0.003 + 0.001, rel=0.03)
+    assert ways["best shares"] == pytest.approx(0.005 + 48 * 0.001 + 0.001, rel=0.03)
+
+
 def test_a_plan_knows_the_bounds_of_a_run_and_the_passes_of_a_share(tmp_path, capsys):
     """Rank 0 holds 8 samples at a time, each pass of which costs 10 ms more, and rank 1 holds 30 in all."""
     limits = [(Bound(lower=1), 8), (Bound(lower=1, upper=30), None)]

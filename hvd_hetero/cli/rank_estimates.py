@@ -18,7 +18,7 @@ from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 from hvd_hetero.trace.entry import bound_in
 from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.run import RankRun, Run
-from hvd_hetero.trace.waiting import Timed, local_steps_of, timed
+from hvd_hetero.trace.waiting import Timed, local_steps_of
 
 FITTED_STEPS = 256  # a rank's speed is fitted to so many of its newest steps, because the speed of a machine drifts
 LEAST_STEPS = 5  # with fewer steps, a rank's speed, or the time of a step with given shares, counts as unknown
@@ -39,8 +39,9 @@ class RankEstimates:
         jitters: how much the compute time of each rank varies from step to step.
         shares: the newest shares with measured synchronous steps, or the newest ones if there are none; empty if
             speeds were given instead of a run.
-        step_s: measured seconds of a synchronous step with these shares; None if there is no such measurement.
-        exchange_s: the part of a step that is not computing, in seconds: the exchange of gradients.
+        step_s: measured seconds of a synchronous step with these shares, for one global batch where it has several;
+            None if there is no such measurement.
+        exchange_s: the part of these seconds that is not computing: the exchange of gradients.
         bounds: the limits of each rank's share.
         micro_batch: the most samples that a rank puts through one forward and backward pass; None: no limit.
     """
@@ -81,12 +82,13 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     """
     _, cap = limits_of(rank)
     begin = max(rank.session_starts, default=0)  # in an earlier session, another host may have had this rank number
-    counted = rank.after(skip)
-    counted = counted[(counted.samples > 0) & (counted.compute_s > 0.0)]
-    newest = counted[counted.step >= begin]
-    chosen = newest if len(newest) >= LEAST_STEPS else counted
-    seen = [Observation(samples=samples, compute_s=compute_s, passes=passes_of(samples, cap)) for samples, compute_s
-            in zip(chosen.samples.tolist(), (chosen.compute_s + chosen.extra_s).tolist(), strict=True)]
+    counted = rank.counted(skip) & (rank.steps.samples > 0) & (rank.steps.compute_s > 0.0)
+    newest = counted & (rank.steps.step >= begin)
+    chosen = newest if newest.sum() >= LEAST_STEPS else counted
+    steps = rank.steps[chosen]
+    seen = [Observation(samples=samples, compute_s=compute_s, passes=batches * passes_of(-(-samples // batches), cap))
+            for samples, compute_s, batches in zip(steps.samples.tolist(), (steps.compute_s + steps.extra_s).tolist(),
+                                                   rank.batches[chosen].tolist(), strict=True)]
     if len(seen) < LEAST_STEPS:
         raise CommandError(f"expected {LEAST_STEPS} steps of rank {rank.rank} with samples, or more. Received: "
                            f"{len(seen)}.\n  What to do: train for longer, or take a smaller --skip.")
@@ -157,7 +159,7 @@ def estimates_from_speeds(speeds: str, *, exchange_ms: float) -> RankEstimates:
 
 
 def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[int, ...], float | None]:
-    """The shares of the newest plan whose synchronous steps were measured, and the seconds of one of these steps.
+    """The shares of the newest plan whose synchronous steps were measured, and their seconds for one global batch.
 
     A plan counts if some rank recorded at least `LEAST_STEPS` synchronous steps with its shares. The seconds are the
     mean, over such ranks, of a rank's median. If no plan counts: the shares of the newest plan, and None.
@@ -178,7 +180,8 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
 
 
 def _synchronous(rank: RankRun, *, skip: int) -> Timed:
-    """The synchronous steps of known duration among the `FITTED_STEPS` newest steps of a rank."""
-    seen = timed(rank, skip=skip)
+    """The synchronous steps of known duration among the `FITTED_STEPS` newest steps of a rank, with the seconds that
+    each took for one global batch."""
+    seen = Timed(rank.steps, rank.spans_s / rank.batches).where(rank.counted(skip))
     newest = Timed(seen.steps[-FITTED_STEPS:], seen.span_s[-FITTED_STEPS:])
     return newest.where((newest.span_s > 0.0) & ~local_steps_of(rank, newest.steps.step))

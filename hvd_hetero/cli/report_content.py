@@ -220,7 +220,7 @@ def _record_warnings(report: Report) -> list[str]:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
     last = max((rank.steps[-1].step for rank in run.present.values() if len(rank.steps)), default=0)
     for number, rank in run.present.items() if report.synchronous_fraction >= 0.5 or not report.merges else ():
-        if len(rank.steps) and rank.steps[-1].step < last - 1:
+        if len(rank.steps) and rank.steps[-1].step < last - rank.usual_batches:
             said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
     moved = {number: max(rank.hosts) for number, rank in run.present.items() if len(set(rank.hosts.values())) > 1}
     if moved:

@@ -78,8 +78,22 @@ class RankRun:
         """For each step, the seconds from the end of the step before to its own; nan for the first step of a session,
         and where they are not known."""
         steps = self.steps
-        follows = (np.diff(steps.step) == 1) & (np.diff(steps.t_s) >= 0.0) & ~self._is_start[1:]
+        apart = np.diff(steps.step)
+        follows = (apart >= 1) & (apart <= self.usual_batches) & (np.diff(steps.t_s) >= 0.0) & ~self._is_start[1:]
         return np.concatenate([np.full(min(1, len(steps)), np.nan), np.where(follows, np.diff(steps.t_s), np.nan)])
+
+    @property
+    def usual_batches(self) -> int:
+        """The global batches of most steps: 1, or `backward_passes_per_step`. A step has the number of its last one."""
+        apart = np.diff(self.steps.step)[~self._is_start[1:]]
+        return max(1, int(_median(apart[apart >= 1])))
+
+    @property
+    def batches(self) -> np.ndarray:
+        """For each step, its global batches: fewer than usual in a step at the end of an epoch. As many as usual where
+        the step before is not known."""
+        apart = np.diff(self.steps.step, prepend=self.steps.step[:1])
+        return np.where(np.isnan(self.spans_s), self.usual_batches, apart)
 
     @property
     def _is_start(self) -> np.ndarray:
