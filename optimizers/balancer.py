@@ -93,8 +93,9 @@ class Balancer:
             rule=ReplanRule() if rule is None else rule,
         )
         self.step_timer = StepTimer(
-            stopwatch, quota_cores=engine.quota_cores, crowding=engine.crowding, spins=engine.spins
-        )
+            stopwatch, serving_s=engine.serving_s, quota_cores=engine.quota_cores, crowding=engine.crowding,
+            spins=engine.spins,
+        )  # fmt: skip
         self.record = Record(trace)
         self.lookahead = 0
         self.step = -1

@@ -82,13 +82,13 @@ class LoadingMeter:
     def loading(self) -> Iterator[None]:
         """A context in which this rank waits for data, or loads it, between two computations. If its body raises, the
         time is not counted."""
-        start_s, processor_s = self._clock(), self._meter.processor_s()
+        start_s, before = self._clock(), self._meter.clocks()
         with self._meter.aside(waits=False):
             yield
         seconds = self._clock() - start_s
         if self.by_itself:
             self._own_s += seconds
-            self._meter.count_loading(processor_s)
+            self._meter.count_loading(before)
         self._waited_s += seconds
 
     def now(self) -> Moment:

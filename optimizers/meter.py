@@ -8,6 +8,8 @@ is estimated from processor time,
 
     service = processor time while waiting / processor time per second of compute
 
+of the threads that serve the communication, where they are known: those of a pool, as OpenMP's, may spin for a while
+when they have nothing to do.
 Compute that sleeps, or waits for a device or a disk, does not tell how fast the cores are: a thread that runs all the
 time needs no more than `1 / cores of the quota`, or as much longer as other processes hold it up. Where a thread spins
 while it waits for other ranks, as with MPI, processor time says nothing of service, and none is counted: otherwise what
@@ -43,6 +45,7 @@ class Moment(NamedTuple):
 
     mark: Any  # as the stopwatch returned it
     processor_s: float  # processor time that the process had used by then
+    serving_s: float  # the same of the threads that serve the communication
 
 
 class SegmentPart(NamedTuple):
@@ -50,7 +53,8 @@ class SegmentPart(NamedTuple):
 
     segment: tuple[Any, Any]  # marks at which the part begins and ends
     computing_s: float  # processor time of the part
-    waiting_s: float  # processor time of the interruption; 0 unless the rank waited for other ranks in it
+    serving_s: float  # the same of the threads that serve the communication
+    waiting_s: float  # these threads' processor time in the interruption; 0 unless the rank waited for others in it
     aside_s: float  # wall time of the interruption; 0 unless the rank waited for other ranks in it
 
 
@@ -76,6 +80,8 @@ class ComputeMeter:
         stopwatch: marks the beginnings and ends of segments.
         processor_s: returns the seconds of processor time of this process, all threads; used only for ranks that
             compute on their CPU cores.
+        serving_s: the same of the threads that serve the communication, of which one is that of the script; None: of
+            all threads.
         quota_cores: returns the number of cores that a CPU quota allows this process; None if there is no quota.
         crowding: returns how many seconds a thread of this process takes, of late, for a second of processor time;
             None if not known.
@@ -87,20 +93,23 @@ class ComputeMeter:
         stopwatch: Stopwatch,
         *,
         processor_s: Callable[[], float] = time.process_time,
+        serving_s: Callable[[], float] | None = None,
         quota_cores: Callable[[], float | None] = lambda: None,
         crowding: Callable[[], float | None] = lambda: None,
         spins: bool = False,
     ) -> None:
-        self._stopwatch, self._processor_s, self._spins = stopwatch, processor_s, spins
+        self._stopwatch, self._spins = stopwatch, spins
+        self._processor_s, self._serving_s = processor_s, serving_s or processor_s
         self._quota_cores, self._crowding, self._until_look = quota_cores, crowding, 0
         self._quota: float | None = None
         self._slowest = math.inf  # seconds that a thread which always runs may take for a second of processor time
         # By step since the quota changed: how much longer compute and loading would take at the quota's long-run rate.
         self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)
         self._segments: list[tuple[Any, Any]] = []  # closed ones, until `take`
-        self._start: Any = None  # mark at which the open segment begins; None if no segment is open
-        self._mark_s: float | None = None  # processor time at which the open segment, or else the pause, began
-        self._computing_s = self._waiting_s = self._other_s = 0.0  # processor time since the last `take_extra_s`
+        self._start: Moment | None = None  # the beginning of the open segment; None if no segment is open
+        self._paused_s: float | None = None  # `serving_s` when the present pause began; None if there is none
+        # Processor time since the last `take_extra_s`; of the threads that serve: while computing, and while waiting.
+        self._computing_s = self._other_s = self._serving_computing_s = self._waiting_s = 0.0
         self._aside_s = 0.0  # wall time of waits for other ranks within compute, since the last `take_aside_s`
         self._is_aside = False  # whether the rank is within `aside`
         self._pieces: list[SegmentPart] = []  # earlier parts of the open segment, each ended by an interruption
@@ -116,7 +125,7 @@ class ComputeMeter:
         if type(stopwatch) is not type(self._stopwatch):  # marks of two types cannot be compared
             self._segments.clear()
             self._pieces.clear()
-            self._start = None if self._start is None else stopwatch.mark()
+            self._start = None if self._start is None else self._start._replace(mark=stopwatch.mark())
         self._stopwatch = stopwatch
 
     @property
@@ -126,18 +135,19 @@ class ComputeMeter:
     def run(self) -> None:
         """Begins a segment. A segment that is open already is discarded, with its interruptions: it was not part of the
         batch that begins now."""
-        now_s = self._processor_s()
-        if self._start is None and self._mark_s is not None:
-            self._waiting_s += now_s - self._mark_s
+        self._start = self.now()
+        if self._paused_s is not None:
+            # Less than nothing if Horovod's threads are others by now.
+            self._waiting_s += max(0.0, self._start.serving_s - self._paused_s)
+        self._paused_s = None
         self._pieces.clear()
-        self._mark_s = now_s
-        self._start = self.stopwatch.mark()
 
     def pause(self) -> None:
         """Ends the open segment, if there is one."""
-        for piece in self._close():
+        for piece in self._close(self.now()) if self._start is not None else ():
             self._segments.append(piece.segment)
             self._computing_s += piece.computing_s
+            self._serving_computing_s += piece.serving_s
             self._waiting_s += piece.waiting_s
             self._aside_s += piece.aside_s
 
@@ -145,26 +155,26 @@ class ComputeMeter:
         """Returns the open segment up to now, if there is one, from this rank's last wait for others in it on, and
         begins another. It was no compute, but other work of this rank, whose processor time counts like that of
         loading. What came before such a wait is left out: the others have waited for it, whatever anybody's share."""
-        pieces = self._close()
-        self._start = pieces[-1].segment[1] if pieces else None
+        if self._start is None:
+            return Segments(self._stopwatch, [])
+        now = self.now()
+        pieces = self._close(now)
+        self._start, self._paused_s = now, None
         since = max((number + 1 for number, piece in enumerate(pieces) if piece.aside_s), default=0)
         self._aside_s += sum(piece.aside_s for piece in pieces)
         self._other_s += sum(piece.computing_s for piece in pieces[since:])
         return Segments(self._stopwatch, [piece.segment for piece in pieces[since:]])
 
-    def _close(self) -> list[SegmentPart]:
-        """Ends the open segment, if there is one, and returns its parts."""
-        if self._start is None:
-            return []
-        end = self.now()
+    def _close(self, end: Moment) -> list[SegmentPart]:
+        """Ends the open segment, and returns its parts."""
         pieces = [*self._pieces, self._piece(end, end, aside_s=0.0, waits=False)]
         self._pieces.clear()
-        self._start, self._mark_s = None, end.processor_s
+        self._start, self._paused_s = None, end.serving_s
         return pieces
 
     def now(self) -> Moment:
         """The present moment. May be called from any thread."""
-        return Moment(self.stopwatch.mark(), self._processor_s())
+        return Moment(self.stopwatch.mark(), *self.clocks())
 
     @contextlib.contextmanager
     def aside(self, *, waits: bool) -> Iterator[None]:
@@ -187,28 +197,31 @@ class ComputeMeter:
             if self._start is start:
                 until = self.now()
                 self._pieces.append(self._piece(since, until, aside_s=time.perf_counter() - began, waits=waits))
-                self._start, self._mark_s = until
+                self._start = until
 
     def _piece(self, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> SegmentPart:
         """The part of the open segment that ends at `since`, with the interruption from `since` to `until`."""
+        assert self._start is not None
         return SegmentPart(
-            segment=(self._start, since.mark),
-            computing_s=0.0 if self._mark_s is None else since.processor_s - self._mark_s,
-            waiting_s=until.processor_s - since.processor_s if waits else 0.0,
+            segment=(self._start.mark, since.mark),
+            computing_s=since.processor_s - self._start.processor_s,
+            serving_s=since.serving_s - self._start.serving_s,
+            waiting_s=until.serving_s - since.serving_s if waits else 0.0,
             aside_s=aside_s if waits else 0.0,
         )
 
-    def processor_s(self) -> float:
-        """Seconds of processor time of this process."""
-        return self._processor_s()
+    def clocks(self) -> tuple[float, float]:
+        """Seconds of processor time of this process, and of its threads that serve the communication."""
+        processor_s = self._processor_s()
+        return processor_s, processor_s if self._serving_s is self._processor_s else self._serving_s()
 
-    def count_loading(self, since_s: float) -> None:
-        """Counts the processor time since `since_s`, a value of `processor_s`, as loading of data: neither as compute
-        nor as service of the communication. The caller has kept it out of an open segment, see `aside`."""
-        seconds = self._processor_s() - since_s
-        self._other_s += seconds
-        if self._start is None and self._mark_s is not None:
-            self._mark_s += seconds
+    def count_loading(self, since: tuple[float, float]) -> None:
+        """Counts the processor time since `since`, values of `clocks`, as loading of data: neither as compute nor as
+        service of the communication. The caller has kept it out of an open segment, see `aside`."""
+        processor_s, serving_s = self.clocks()
+        self._other_s += processor_s - since[0]
+        if self._paused_s is not None:
+            self._paused_s += serving_s - since[1]
 
     def take_aside_s(self) -> float:
         """The seconds of wall time that this rank waited for others in the middle of its compute, since the last call.
@@ -222,10 +235,10 @@ class ComputeMeter:
         Returns:
             the seconds by which the beginning moved; 0 if it did not, or no segment is open.
         """
-        later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start, moment.mark)
+        later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start.mark, moment.mark)
         if later_s > 0.0:
             self._pieces.clear()
-            self._start, self._mark_s = moment
+            self._start = moment
         return max(0.0, later_s)
 
     def take(self) -> Segments:
@@ -237,7 +250,7 @@ class ComputeMeter:
         """Discards everything that was measured and not taken yet, except that an open segment stays open."""
         self.take()
         self._pieces.clear()
-        self._computing_s = self._waiting_s = self._other_s = self._aside_s = 0.0
+        self._computing_s = self._other_s = self._serving_computing_s = self._waiting_s = self._aside_s = 0.0
 
     def take_extra_s(self, compute_s: float, elsewhere_s: float = 0.0) -> float:
         """Seconds to add to the measured compute time: service of the communication, and what a CPU quota costs in the
@@ -247,9 +260,10 @@ class ComputeMeter:
             compute_s: wall time of the compute since the last call.
             elsewhere_s: wall time since the last call of what `count_loading` and `take_open` have counted.
         """
-        computing_s, waiting_s, other_s = self._computing_s, self._waiting_s, self._other_s
-        self._computing_s = self._waiting_s = self._other_s = 0.0
-        if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
+        computing_s, other_s = self._computing_s, self._other_s
+        serving_computing_s, waiting_s = self._serving_computing_s, self._waiting_s
+        self._computing_s = self._other_s = self._serving_computing_s = self._waiting_s = 0.0
+        if not isinstance(self.stopwatch, WallClock) or min(computing_s, serving_computing_s) <= 0.0:
             return 0.0
         self._look_at_cores()
         cores, head_start_s = self._quota, 0.0
@@ -261,7 +275,7 @@ class ComputeMeter:
             return head_start_s
         # Other threads of a script may work while it waits, so service is counted as `compute_s` at the most. The rate
         # of the cores is that of compute, as loading may wait for a disk.
-        slowness = min(compute_s / computing_s, self._slowest)  # wall time per processor time
+        slowness = min(compute_s / serving_computing_s, self._slowest)  # wall time per processor time
         if head_start_s > 0.0:
             slowness = (compute_s + elsewhere_s + head_start_s) / (computing_s + other_s)
         return head_start_s + min(compute_s, waiting_s * slowness)

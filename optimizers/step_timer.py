@@ -59,7 +59,7 @@ class StepTimer:
 
     Args:
         stopwatch: measures compute; None: wall time, until `measure_with` sets another one.
-        quota_cores, crowding, spins: as of `ComputeMeter`.
+        serving_s, quota_cores, crowding, spins: as of `ComputeMeter`.
         clock: returns wall time in seconds, for what runs on no device.
         processor_s: returns the processor time of this process in seconds.
 
@@ -74,6 +74,7 @@ class StepTimer:
         self,
         stopwatch: Stopwatch | None,
         *,
+        serving_s: Callable[[], float] | None = None,
         quota_cores: Callable[[], float | None] = lambda: None,
         crowding: Callable[[], float | None] = lambda: None,
         spins: bool = False,
@@ -81,8 +82,9 @@ class StepTimer:
         processor_s: Callable[[], float] = time.process_time,
     ) -> None:
         self._meter = ComputeMeter(
-            stopwatch or WallClock(), processor_s=processor_s, quota_cores=quota_cores, crowding=crowding, spins=spins
-        )
+            stopwatch or WallClock(), processor_s=processor_s, serving_s=serving_s, quota_cores=quota_cores,
+            crowding=crowding, spins=spins,
+        )  # fmt: skip
         self._clock, self._given = clock, stopwatch is not None
         self._ended: Ended | None = None  # the last step, while its time is not read
         self._late = False  # whether the time of any step was not known at its end; then the last one is read at exit

@@ -1,6 +1,8 @@
 """What is read of processor, cores, memory, GPUs and host: each from a text or a folder that the test wrote."""
 
 import json
+import threading
+import time
 import types
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +71,31 @@ def test_a_quota_is_that_of_now(tmp_path):
     write(tmp_path, {"proc/self/cgroup": "0::/other\n", "sys/fs/cgroup/other/cpu.max": "5000 10000\n"})
     assert quota.cores() == 0.5
     assert machine.CpuQuota(tmp_path / "nothing").cores() is None
+
+
+def test_a_clock_of_threads_counts_what_they_have_run_and_nothing_of_others():
+    def spin():
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        ran.set()
+        over.wait()
+
+    before, ran, over = machine.threads(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    ran.wait()
+    assert machine.threads() - before == {thread.native_id} and threading.get_native_id() in before
+    own, other = machine.ThreadClock([threading.get_native_id()]), machine.ThreadClock([thread.native_id])
+    both = machine.ThreadClock([threading.get_native_id(), thread.native_id])
+    assert other.seconds() == pytest.approx(0.05, abs=0.02) and machine.ThreadClock([]).seconds() == 0.0
+    assert own.seconds() == pytest.approx(time.thread_time(), abs=0.02)
+    assert both.seconds() == pytest.approx(own.seconds() + other.seconds(), abs=0.02)
+    over.set()
+    thread.join()
+    while thread.native_id in machine.threads():  # the kernel takes its time
+        time.sleep(0.001)
+    assert other.seconds() == 0.0
 
 
 def test_how_crowded_the_cores_are_since_the_last_look(tmp_path):

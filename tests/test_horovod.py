@@ -35,6 +35,7 @@ CHECKS = [
     "objects_in_pieces",
     "nan_on_one_rank_is_seen_by_all",
     "waiting_does_not_spin",
+    "the_threads_that_serve_are_known",
     "errors_on_every_rank",
 ]
 

@@ -12,10 +12,10 @@ class Rank:
     """Compute and waiting on `cores` of a core, which others use for the rest, by clocks that only this moves."""
 
     def __init__(self, cores, stopwatch=WallClock, **asked):
-        self.cores, self.now_s, self.processor_s = cores, 0.0, 0.0
+        self.cores, self.now_s, self.processor_s, self.pool_s = cores, 0.0, 0.0, 0.0
         self.meter = ComputeMeter(
-            stopwatch(lambda: self.now_s), processor_s=lambda: self.processor_s,
-            **{"crowding": lambda: 1.0 / min(cores, 1.0)} | asked,
+            stopwatch(lambda: self.now_s), processor_s=lambda: self.processor_s + self.pool_s,
+            serving_s=lambda: self.processor_s, **{"crowding": lambda: 1.0 / min(cores, 1.0)} | asked,
         )  # fmt: skip
 
     def passes(self, work_s, wall_s=None):
@@ -23,11 +23,14 @@ class Rank:
         self.processor_s += work_s
         self.now_s += work_s / self.cores if wall_s is None else wall_s
 
-    def step(self, compute, service, link_s):
+    def step(self, compute, service, link_s, pool=0.0, pool_waiting=0.0):
+        """`pool` and `pool_waiting`: processor time of a pool of threads that computes, too, and may spin."""
         self.meter.run()
         self.passes(compute)
+        self.pool_s += pool
         self.meter.pause()
         self.passes(service, wall_s=link_s)
+        self.pool_s += pool_waiting
         self.meter.run()
         self.meter.pause()
         compute_s = self.meter.take().seconds()
@@ -36,9 +39,9 @@ class Rank:
 
 def loaded(rank, work_s, wall_s=None):
     """The seconds in which a rank loads data in between, by `work_s` of processor time."""
-    began_s, since_s = rank.now_s, rank.meter.processor_s()
+    began_s, since = rank.now_s, rank.meter.clocks()
     rank.passes(work_s, wall_s)
-    rank.meter.count_loading(since_s)
+    rank.meter.count_loading(since)
     return rank.now_s - began_s
 
 
@@ -109,6 +112,33 @@ def test_compute_that_sleeps_does_not_make_service_slow(crowding, quota, slowest
     rank.meter.run()
     compute_s = rank.meter.take().seconds()
     assert compute_s == pytest.approx(1.0) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.1 * slowest)
+
+
+@pytest.mark.parametrize("pool", [0.0, 2.8])
+@pytest.mark.parametrize("pool_waiting", [0.0, 0.7])
+def test_a_pool_of_threads_computes_but_neither_serves_nor_makes_service_faster(pool, pool_waiting):
+    """As OpenMP's, whose threads spin for a while when they have nothing to do."""
+    rank = Rank(1.0)
+    assert rank.step(0.4, 0.02, 0.1, pool=pool, pool_waiting=pool_waiting) == pytest.approx((0.4, 0.02))
+
+
+def test_a_pool_of_threads_uses_the_quota():
+    rank = Rank(1.0, quota_cores=lambda: 2.0)
+    compute_s, extra_s = rank.step(0.4, 0.0, 0.1, pool=1.2)
+    assert (compute_s, extra_s) == (pytest.approx(0.4), pytest.approx((0.4 + 1.2) / 2.0 - 0.4))
+
+
+def test_horovod_may_be_initialised_again_while_a_rank_waits():
+    """By other threads, whose processor time is less than that of the earlier ones."""
+    rank = Rank(1.0)
+    rank.passes(5.0)
+    rank.meter.run()
+    rank.passes(0.4)
+    rank.meter.pause()
+    rank.processor_s = 0.0
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert (compute_s, rank.meter.take_extra_s(compute_s)) == (pytest.approx(0.4), 0.0)
 
 
 @pytest.mark.parametrize("quota", [None, 0.5])

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .environment import waits_without_spinning
+from .machine import ThreadClock
 from .port import Op, checked_splits
 from .process_set import ProcessSetEngine, while_there
 from .sleep import wait_until
@@ -53,12 +55,25 @@ class HorovodEngine(ProcessSetEngine):
     """One rank of a Horovod process set, for torch tensors and numpy arrays (which share memory with tensors)."""
 
     binding = "horovod.torch.mpi_ops"
+    _own_threads: ClassVar[ThreadClock | None] = None  # None: the script has initialised Horovod
 
     def __init__(self, process_set: Any = None) -> None:
         self._torch = importlib.import_module("torch")
+        self._made_by = ThreadClock([threading.get_native_id()])
         super().__init__(process_set)
         # `hvd_hetero.torch` wraps Horovod's `synchronize` to report waits; here `Tracked` reports them, with names.
         self.synchronize = getattr(self._binding.synchronize, "__wrapped__", self._binding.synchronize)
+
+    @classmethod
+    def set_own_threads(cls, numbers: Iterable[int]) -> None:
+        HorovodEngine._own_threads = ThreadClock(numbers)
+
+    def serving_s(self) -> float:
+        """Without the threads of PyTorch's pool: those of OpenMP spin when they have nothing to do, for 8 ms or more,
+        and Intel's for 200 ms."""
+        if self._own_threads is None:
+            return super().serving_s()
+        return self._own_threads.seconds() + self._made_by.seconds()
 
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array

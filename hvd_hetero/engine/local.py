@@ -103,6 +103,9 @@ class LocalEngine:
     def crowding(self) -> float | None:
         return None
 
+    def serving_s(self) -> float:
+        return time.process_time()
+
     @property
     def spins(self) -> bool:
         return False

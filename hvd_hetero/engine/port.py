@@ -66,9 +66,13 @@ class Engine(Protocol):
         """How many seconds a thread of this process takes, of late, for a second of processor time, as others use its
         cores, or its quota is used up; None if not known."""
 
+    def serving_s(self) -> float:
+        """Seconds of processor time of the threads of this process that serve the communication, and of the one that
+        made this engine; of all threads, where these are not known. May be called from any thread."""
+
     @property
     def spins(self) -> bool:
-        """Whether a thread of this process keeps a core busy while it waits for other ranks, as MPI's does."""
+        """Whether one of these threads keeps a core busy while it waits for other ranks, as MPI's does."""
 
     def on_device(self, array: Any) -> bool:
         """Whether collectives on `array` read and write GPU memory directly (NCCL), without a copy to host memory."""

@@ -10,7 +10,8 @@ import functools
 import hashlib
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
@@ -170,6 +171,13 @@ class ProcessSetEngine:
         if ProcessSetEngine._crowding is None:
             ProcessSetEngine._crowding = Crowding()
         return ProcessSetEngine._crowding.slowness()
+
+    @classmethod
+    def set_own_threads(cls, numbers: Iterable[int]) -> None:
+        """Says which threads are Horovod's: those that its initialisation has started."""
+
+    def serving_s(self) -> float:
+        return time.process_time()
 
     @property
     def spins(self) -> bool:

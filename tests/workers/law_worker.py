@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import itertools
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -582,6 +584,27 @@ def waiting_does_not_spin():
     assert own_s < 0.25, own_s
     spins = HorovodEngine().spins
     assert spins == hvd.mpi_enabled() and (spins or all_s < 0.5), (spins, all_s)
+
+
+def the_threads_that_serve_are_known():
+    """Horovod's, and the one that made the engine; not those of a pool, which may spin."""
+    engine, big, digest = HorovodEngine(), torch.ones(1 << 24), threading.Thread(target=hash_for_a_while)
+    hvd.allreduce(big, name="connected")
+    for work, serves in (
+        (lambda: hvd.allreduce(big, name="served"), True), (hash_for_a_while, True), (digest.start, False)
+    ):  # fmt: skip
+        before_s, before_all_s = engine.serving_s(), time.process_time()
+        work()
+        if not serves:
+            digest.join()
+        served_s, all_s = engine.serving_s() - before_s, time.process_time() - before_all_s
+        served = engine.spins or (served_s > all_s / 2) == serves  # a thread that spins may do so at any time
+        assert all_s > 0.01 and served, (serves, served_s, all_s)
+
+
+def hash_for_a_while():
+    for _ in range(8):
+        hashlib.sha256(bytes(1 << 24))
 
 
 def errors_on_every_rank():
