@@ -263,7 +263,7 @@ class ComputeMeter:
         computing_s, other_s = self._computing_s, self._other_s
         serving_computing_s, waiting_s = self._serving_computing_s, self._waiting_s
         self._computing_s = self._other_s = self._serving_computing_s = self._waiting_s = 0.0
-        if not isinstance(self.stopwatch, WallClock) or min(computing_s, serving_computing_s) <= 0.0:
+        if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
         self._look_at_cores()
         cores, head_start_s = self._quota, 0.0
@@ -275,7 +275,7 @@ class ComputeMeter:
             return head_start_s
         # Other threads of a script may work while it waits, so service is counted as `compute_s` at the most. The rate
         # of the cores is that of compute, as loading may wait for a disk.
-        slowness = min(compute_s / serving_computing_s, self._slowest)  # wall time per processor time
+        slowness = min(compute_s / max(serving_computing_s, 1e-9), self._slowest)  # wall time per processor time
         if head_start_s > 0.0:
             slowness = (compute_s + elsewhere_s + head_start_s) / (computing_s + other_s)
         return head_start_s + min(compute_s, waiting_s * slowness)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -19,6 +20,12 @@ class Engine:
     """One of a framework that is there."""
 
     binding, failure = "a_binding", (CollectiveError,)
+
+    own_threads = None
+
+    @classmethod
+    def set_own_threads(cls, numbers):
+        cls.own_threads = set(numbers)
 
     def watch(self):
         pass
@@ -50,6 +57,29 @@ def test_settings_are_chosen_by_whoever_initialises_first_for_good(monkeypatch, 
         binding.init("torch")
         state["there"] = False  # as after a shutdown
     assert chosen == prepared
+
+
+@pytest.mark.parametrize("script_first", [False, True])
+def test_the_threads_that_the_initialisation_starts_are_horovods(monkeypatch, script_first):
+    """Each time anew. If the script has initialised Horovod, none is known to be."""
+    over, threads = threading.Event(), []
+    there = [script_first]
+
+    def init():
+        threads.append(threading.Thread(target=over.wait))
+        threads[-1].start()
+        there[0] = True
+
+    stand_in(monkeypatch, is_initialized=lambda: there[0], init=init)
+    monkeypatch.setattr(Engine, "own_threads", None)
+    try:
+        binding.init("torch")
+        assert Engine.own_threads == (None if script_first else {threads[0].native_id})
+        there[0] = False  # as after a shutdown
+        binding.init("torch")
+        assert Engine.own_threads == {threads[1].native_id}
+    finally:
+        over.set()
 
 
 def test_a_rank_that_was_in_the_job_before_others_joined_says_so(monkeypatch):

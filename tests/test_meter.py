@@ -128,6 +128,18 @@ def test_a_pool_of_threads_uses_the_quota():
     assert (compute_s, extra_s) == (pytest.approx(0.4), pytest.approx((0.4 + 1.2) / 2.0 - 0.4))
 
 
+def test_a_script_may_train_in_another_thread_than_the_one_that_is_known():
+    rank = Rank(1.0, quota_cores=lambda: 0.5)
+    rank.meter.run()
+    rank.pool_s += 0.4
+    rank.now_s += 0.4
+    rank.meter.pause()
+    rank.passes(0.02)
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert rank.meter.take_extra_s(compute_s) == pytest.approx(0.4 / 0.5 - 0.4 + 0.02 / 0.5)
+
+
 def test_horovod_may_be_initialised_again_while_a_rank_waits():
     """By other threads, whose processor time is less than that of the earlier ones."""
     rank = Rank(1.0)
