@@ -82,7 +82,7 @@ def test_a_clock_of_threads_counts_what_they_have_run_and_nothing_of_others():
         over.wait()
 
     before, ran, over = machine.threads(), threading.Event(), threading.Event()
-    thread = threading.Thread(target=spin)
+    thread = threading.Thread(target=spin, daemon=True)
     thread.start()
     ran.wait()
     assert machine.threads() - before == {thread.native_id} and threading.get_native_id() in before
