@@ -61,7 +61,7 @@ class LoadingMeter:
         """Says that a training batch begins, so that the waits so far are counted."""
         self._trains = True
 
-    def will_load(self, *, beside: bool, in_parts: bool = True, loaders: int = 1) -> None:
+    def will_load(self, *, beside: bool, in_parts: bool = True, loaders: int = 1, ahead: int = 0) -> None:
         """Says that an iteration over data begins, or continues after another loop (a validation, say) within it. The
         data loaders call it.
 
@@ -70,9 +70,10 @@ class LoadingMeter:
             in_parts: whether this rank loads its share only. If not, as with an `IterableDataset`, it reads all
                 samples, and how long it waits does not depend on its share.
             loaders: the number of workers.
+            ahead: the most batches that they load ahead.
         """
         self.by_itself, self._measures_speed = not beside, beside and in_parts
-        self.speed.look_back(loaders)
+        self.speed.begin(loaders, ahead)
         self._ended_s = None  # the wait for the first batch of an iteration says nothing of the speed
         if not self._trains:
             self._waited_s = self._own_s = 0.0  # those waits were not for training, but for a validation, say
@@ -90,6 +91,12 @@ class LoadingMeter:
             self._own_s += seconds
             self._meter.count_loading(before)
         self._waited_s += seconds
+
+    def tell(self, samples: int, seconds: float) -> None:
+        """Says for how many seconds the loading of a batch has kept one worker busy; has no effect unless the speed of
+        workers is measured. May be called from a thread that loads ahead."""
+        if self._measures_speed:
+            self.speed.tell(samples, seconds)
 
     def now(self) -> Moment:
         """Returns the present moment, to be passed to `loaded`. May be called from a thread that loads ahead."""

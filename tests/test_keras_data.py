@@ -34,6 +34,7 @@ from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.evaluation import EvaluationDataset
 from hvd_hetero.keras.source import source_of
 from hvd_hetero.optimizers.departure import PeerError
+from hvd_hetero.policy.loader_speed import LoaderSpeed
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dictionary", "samples", "batches"])
@@ -50,6 +51,18 @@ def test_every_sample_once_in_each_epoch_of_fit(kind, workers):
     assert all(sorted(order) == list(range(LENGTH)) for order in orders)
     assert orders[0] != orders[1], "each epoch has an order of its own"
     assert [epochs for _, epochs in ended] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "samples"])
+@pytest.mark.parametrize("options", [{"workers": 2}, {"workers": 1, "use_multiprocessing": True}, {}])
+def test_workers_tell_how_long_each_batch_has_kept_them_busy(kind, options, monkeypatch):
+    told = []
+    monkeypatch.setattr(LoaderSpeed, "tell", lambda self, samples, seconds: told.append((samples, seconds)))
+    balancer = Balancer(SoloEngine())
+    reader = Keras(make(balancer, kind, **options))
+    seen = train(balancer, reader.epoch())
+    assert sum(samples for samples, _ in told) == (len(seen) if options else 0)
+    assert all(0.0 < seconds < 60.0 for _, seconds in told)
 
 
 def test_epochs_of_steps_per_epoch_go_on_where_the_last_one_ended():

@@ -23,15 +23,20 @@ DEPTH = 4  # batches that are loaded ahead
 
 
 class Loaded:
-    """One rank of a synchronous job, whose loader works beside it, `DEPTH` batches ahead."""
+    """One rank of a synchronous job, whose loader works beside it, `DEPTH` batches ahead. `tells`: whether that tells
+    how long it is busy, and which part of the time it takes to load is in that."""
 
-    def __init__(self):
-        self.pace, self.begins, self.loaded_s, self.computed_s = LoaderSpeed(), [], 0.0, 0.0
+    def __init__(self, tells):
+        self.pace, self.begins, self.loaded_s, self.computed_s, self.tells = LoaderSpeed(), [], 0.0, 0.0, tells
+        if tells:
+            self.pace.begin(1, DEPTH)
 
     def step(self, now_s, samples, *, loads_s, computes_s, hands_s):
         """When it is done with a batch, how long it has computed, and what it says that it needs to load a sample."""
         wanted_s = self.begins[-DEPTH] if len(self.begins) >= DEPTH else 0.0
         self.loaded_s = max(self.loaded_s, wanted_s) + loads_s * samples
+        if self.tells:
+            self.pace.tell(samples, self.tells * loads_s * samples)
         begins_s = max(now_s, self.loaded_s) + hands_s
         step_s = begins_s - self.begins[-1] if self.begins else None
         self.pace.observe(samples, step_s=step_s, waited_s=begins_s - now_s, computed_s=self.computed_s)
@@ -40,14 +45,14 @@ class Loaded:
         return begins_s + compute_s, 0.0 if self.pace.is_pending else compute_s, self.pace.seconds_per_sample or 0.0
 
 
-def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
+def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0, tells=0.0):
     """The seconds of each step, and the plans, from equal shares on; `loads(step)`: seconds of a sample, by rank."""
     draw, ranks, now_s, ends = random.Random(seed), len(computes), 0.0, [0.0]
     first = equal_shares(batch, ranks)
     planner = Planner(BalancerArguments(
         global_batch_size=batch, bounds=(Bound(lower=1),) * ranks, first_shares=first, micro_caps=(None,) * ranks,
     ))  # fmt: skip
-    workers, said = [Loaded() for _ in range(ranks)], None
+    workers, said = [Loaded(tells) for _ in range(ranks)], None
     for step in range(steps):
         shares = planner.plan_at(step).shares
         if said is not None:
@@ -81,12 +86,16 @@ def mean(values):
 
 @pytest.mark.parametrize("loads", [(0.001, 0.006), (0.006, 0.001), (0.004, 0.008), (0.005, 0.005)])
 @pytest.mark.parametrize("computes", [(0.002, 0.002), (0.004, 0.002), (0.0005, 0.0005)])
-def test_a_rank_that_waits_for_its_samples_has_fewer(loads, computes):
-    """Also where it only shows how slowly they come to a rank once it has been given too many."""
+@pytest.mark.parametrize("tells", [0.0, 0.4, 1.0])
+def test_a_rank_that_waits_for_its_samples_has_fewer(loads, computes, tells):
+    """Also where it only shows how slowly they come to a rank once it has been given too many. Where loaders tell all
+    of it, the first plans are right, and last."""
+    best = best_s(loads, computes) + 0.002
     for seed in range(2):
-        steps, plans = job(600, loads=lambda _: loads, computes=computes, seed=seed)
-        assert mean(steps[100:]) <= 1.08 * (best_s(loads, computes) + 0.002)
-        assert len(plans) <= 17
+        steps, plans = job(600, loads=lambda _: loads, computes=computes, seed=seed, tells=tells)
+        assert mean(steps[100:]) <= 1.08 * best
+        assert len(plans) <= (6 if tells == 1.0 else 17)
+        assert tells < 1.0 or mean(steps[20:60]) <= 1.06 * best
 
 
 @pytest.mark.parametrize("hands_s", [0.0, 0.01, 0.03])
@@ -99,12 +108,15 @@ def test_what_it_takes_to_hand_over_a_batch_is_no_loading(hands_s):
 
 
 @pytest.mark.parametrize("slow", [range(300), range(300, 600)])
-def test_a_rank_whose_samples_come_faster_again_has_more(slow):
+@pytest.mark.parametrize("tells", [0.0, 0.7, 1.0])
+def test_a_rank_whose_samples_come_faster_again_has_more(slow, tells):
     """From a cold disk and then from memory; or where others used that disk for a while."""
     before, after = (0.001, 0.006), (0.001, 0.001)
-    steps, _ = job(1600, loads=lambda step: before if step in slow else after, computes=(0.002, 0.002))
+    steps, _ = job(1600, loads=lambda step: before if step in slow else after, computes=(0.002, 0.002), tells=tells)
     assert mean(steps[slow.start + 150 : slow.stop]) <= 1.12 * best_s(before, (0.002, 0.002)) + 0.002
     assert mean(steps[-200:]) <= 1.06 * best_s(after, (0.002, 0.002)) + 0.002
+    if tells:
+        assert mean(steps[slow.stop + 50 : slow.stop + 150]) <= 1.06 * best_s(after, (0.002, 0.002)) + 0.002
 
 
 def heard(pace, count, *, step_s, waited_s, samples=4):
@@ -117,10 +129,57 @@ def test_who_does_not_wait_says_nothing():
     assert heard(LoaderSpeed(), 1000, step_s=1.0, waited_s=0.01) is None
 
 
+def test_loaders_tell_how_fast_they_are_to_who_does_not_wait():
+    pace = LoaderSpeed()
+    pace.begin(2)
+    for batch in range(WINDOW):
+        pace.tell(4, 9.0 if batch < 2 else 1.0)  # they open files first
+        pace.tell(0, 0.5)  # a sample of another rank's
+        heard(pace, 1, step_s=1.0, waited_s=0.01)
+    assert pace.seconds_per_sample == 1.0 / 4 / 2 and not pace.is_pending
+    for _ in range(WINDOW):
+        pace.tell(4, 3.0)
+    assert heard(pace, 1, step_s=1.0, waited_s=0.01) == 1.0 / 4, "no slower than what it has been seen to do"
+    for _ in range(WINDOW):
+        pace.tell(4, 0.5)
+    assert heard(pace, 1, step_s=1.0, waited_s=0.01) == pytest.approx(0.5 / 3 / 4)
+
+
+@pytest.mark.parametrize("busy_s, waited_s, found", [
+    (1.0, 0.1, 0.25), (0.9, 0.1, 0.25), (0.4, 0.1, 0.1), (0.4, 0.3, 0.25),
+])  # fmt: skip
+def test_short_waits_are_for_loaders_only_if_these_are_busy(busy_s, waited_s, found):
+    """Otherwise for a batch that is handed over."""
+    pace = LoaderSpeed()
+    pace.begin(1)
+    for _ in range(3 * WINDOW):
+        pace.tell(4, busy_s)
+        heard(pace, 1, step_s=1.0, waited_s=waited_s)
+    assert pace.seconds_per_sample == pytest.approx(found, rel=0.2)
+
+
+def test_loaders_that_are_busy_all_the_time_are_not_asked_for_more():
+    pace = LoaderSpeed()
+    pace.begin(1)
+    for _ in range(10 * LEAST):
+        pace.tell(4, 0.95)
+        assert heard(pace, 1, step_s=1.0, waited_s=0.01) in (None, 0.95 / 4)
+
+
+def test_what_is_ready_at_first_does_not_make_loaders_faster():
+    """More may come in a while than was loaded in it."""
+    pace = LoaderSpeed()
+    pace.begin(1, 4)
+    for step_s in (*(1.0,) * 8, *(0.1,) * 4, *(1.0,) * 4):
+        pace.tell(4, 1.0)
+        heard(pace, 1, step_s=step_s, waited_s=0.0)
+    assert pace.seconds_per_sample == 0.25
+
+
 @pytest.mark.parametrize("loaders", [2, 24, 32])
 def test_many_who_load_end_together(loaders):
     pace, found = LoaderSpeed(), []
-    pace.look_back(loaders)
+    pace.begin(loaders)
     for batch in range(6 * loaders):
         waited_s = 0.0 if batch % loaders else 0.4 * loaders
         pace.observe(4, step_s=0.1 + waited_s, waited_s=waited_s, computed_s=0.1)
@@ -296,14 +355,14 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([torch.ones(3)] * 12)
 
 
-def train(engine, data, *, batch=4, workers=0, **options):
+def train(engine, data, *, batch=4, workers=0, loading=None, **options):
     """The balancer after an epoch."""
     balancer = hvd.Balancer(batch, engine=engine, **options)
     model = nn.Linear(3, 1)
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
-    for part in hvd.BalancedDataLoader(data, balancer=balancer, num_workers=workers):
+    for part in hvd.BalancedDataLoader(data, balancer=balancer, num_workers=workers, **(loading or {})):
         optimizer.zero_grad()
         model(part).mean().backward()
         optimizer.step()
@@ -319,6 +378,36 @@ def test_a_loader_says_who_loads(data, workers):
         return loading_meter.by_itself, pace is not None, own_s
 
     assert World(2).run(program) == [(workers == 0, workers > 0 and data is Numbered, 0.0)] * 2
+
+
+class Plainly(Numbered):
+    """Wants the numbers of a batch as any `DataLoader` gives them."""
+
+    def __getitems__(self, numbers):
+        assert type(numbers) is list and type(numbers[0]) is int
+        return [self[number] for number in numbers]
+
+
+class Own(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for _ in range(12):
+            time.sleep(0.002)
+            yield torch.ones(3)
+
+
+@pytest.mark.parametrize("data, options", [
+    (Plainly(seconds=0.002), {}), (Plainly(seconds=0.002), {"collate_fn": torch.stack, "persistent_workers": True}),
+    (Own(), {"sharded": True, "steps_per_epoch": 3}), (Stream(), {}),
+])  # fmt: skip
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_that_load_tell_how_long_they_were_busy(data, options, workers, monkeypatch):
+    told = []
+    monkeypatch.setattr(LoaderSpeed, "tell", lambda self, samples, seconds: told.append((samples, seconds)))
+    options = options if workers else {name: value for name, value in options.items() if name != "persistent_workers"}
+
+    World(1).run(lambda engine: train(engine, data, workers=workers, loading=options, adaptive=False))
+    assert [samples for samples, _ in told] == ([4] * 3 if workers and not isinstance(data, Stream) else [])
+    assert all(0.008 <= seconds < 5.0 for _, seconds in told)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -10,7 +10,7 @@ from functools import partial
 from hvd_hetero.optimizers.sampler import Dealt
 
 from .batch import Batch
-from .loading import processes, take
+from .loading import processes, take, timed
 from .shards import ShardSource
 from .source import Source
 from .stream import EpochStreams
@@ -29,18 +29,19 @@ class Ahead:
 
     Attributes:
         workers: their number.
+        most: the most batches that they load ahead.
         pool: the pool of workers; None without workers.
     """
 
     def __init__(self, source: Source, *, workers: int, use_processes: bool) -> None:
-        self._source, self.workers, self._most = source, workers, BY_EACH * workers
+        self._source, self.workers, self.most = source, workers, BY_EACH * workers
         self.pool: Executor | None = None
         if workers and use_processes:
             self.pool = processes(workers, source)
         elif workers:
             self.pool = ThreadPoolExecutor(workers, thread_name_prefix="hvd_hetero.loader")
         self._take = take if use_processes else source.take
-        self._loading: deque[tuple[Dealt, Future[Batch]]] = deque()
+        self._loading: deque[tuple[Dealt, Future[tuple[Batch, float]]]] = deque()
 
     def __len__(self) -> int:
         """The number of batches that were dealt ahead and not asked for yet."""
@@ -55,8 +56,9 @@ class Ahead:
             self._source.epoch = dealt.epoch
         return self._source.take(dealt.indices)
 
-    def next(self, deal: Callable[[], Dealt], *, run: int) -> tuple[Dealt, Callable[[], Batch]]:
-        """The next batch of this rank: what was dealt for it, and a function that returns it when it is loaded.
+    def next(self, deal: Callable[[], Dealt], *, run: int) -> tuple[Dealt, Callable[[], tuple[Batch, float]]]:
+        """The next batch of this rank: what was dealt for it, and a function that returns it when it is loaded, and the
+        seconds that loading took.
 
         Args:
             deal: deals this rank's part of one more global batch. With workers it is called until enough batches are
@@ -69,10 +71,10 @@ class Ahead:
         """
         if self.pool is None:
             dealt = deal()
-            return dealt, partial(self.load, dealt, run=run)
-        while len(self._loading) <= self._most:
+            return dealt, partial(timed, self.load, dealt, run=run)
+        while len(self._loading) <= self.most:
             dealt = deal()
-            self._loading.append((dealt, self.pool.submit(self._take, dealt.indices)))
+            self._loading.append((dealt, self.pool.submit(timed, self._take, dealt.indices)))
         dealt, loading = self._loading.popleft()
         return dealt, loading.result
 

@@ -310,6 +310,7 @@ class BalancedDataset(UntunedDataset):
             beside=self._ahead_of_use or self._ahead.pool is not None,
             in_parts=not self._read_whole,
             loaders=self._ahead.workers,
+            ahead=self._ahead.most + (READ_AHEAD if self._ahead_of_use else 0),
         )
 
     def _leave_out(self, *, taken: bool) -> None:
@@ -360,11 +361,12 @@ class BalancedDataset(UntunedDataset):
             self._ahead.use(self._used + self._uncounted(), run=run)
             dealt, loaded = self._ahead.next(self.sampler.deal, run=run)
             if run != self._run:  # reading was rewound while this waited: announces nothing in the new run
-                return loaded()
+                return loaded()[0]
             # Announced when it is read, not when it is dealt, which may be long before: if Keras reads nothing ahead,
             # it is the next batch in use.
             self.balancer.announce(dealt.used, whole=dealt.whole, by=self)
-            batch, terms = loaded(), None
+            (batch, busy_s), terms = loaded(), None
+            self.balancer.step_timer.loading_meter.tell(dealt.used, busy_s)
             if self._terms is not None:
                 parts = batch if isinstance(batch, tuple) else (batch,)
                 terms = float(self._terms(*parts)) if dealt.used else 0.0

@@ -1,10 +1,12 @@
-"""Worker processes that load batches for a rank, and end when the rank does."""
+"""Worker processes that load batches for a rank, and end when the rank does; and how long loading a batch takes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from hvd_hetero.engine.loading import Loaders, loaders
 
 from .batch import Batch
 from .source import Source
+
+P = ParamSpec("P")
 
 _source: Source | None = None  # set in each worker process
 
@@ -44,6 +48,13 @@ def take(indices: np.ndarray) -> Batch:
     """The batch of the samples at these indices. Runs in a worker process."""
     assert _source is not None
     return _source.take(indices)
+
+
+def timed(load: Callable[P, Batch], *args: P.args, **kwargs: P.kwargs) -> tuple[Batch, float]:
+    """The batch that `load` returns, and the seconds that it took."""
+    began_s = time.perf_counter()
+    batch = load(*args, **kwargs)
+    return batch, time.perf_counter() - began_s
 
 
 def _begin(those: Loaders, source: Source) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from hvd_hetero.engine.loading import Loaders, loaders
 
 from .batch_sampler import BalancedBatchSampler
+from .busy import timing_loader
 from .draws import seed_of
 from .row import none_of
 
@@ -28,6 +29,7 @@ class Loaded(NamedTuple):
     batch: Any
     samples: int  # of this rank
     whole: int  # samples of the global batch
+    busy_s: float = 0.0  # seconds for which the process that loaded it was busy with it, if that was measured
 
 
 class Sampler(Protocol):
@@ -172,7 +174,10 @@ class NumberedFeed:
         self._dataset, self._length = dataset, length
         self._worker_seed = WorkerSeed(arguments)
         arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"))
-        self.loader = DataLoader(dataset, batch_sampler=sampler, **arguments)
+        collate_fn = arguments.pop("collate_fn", None)
+        self._timed = arguments["num_workers"] > 0
+        make = timing_loader if self._timed else DataLoader
+        self.loader = make(dataset, batch_sampler=sampler, collate_fn=collate_fn, **arguments)
 
     def batches(self) -> Iterator[Loaded]:
         """The batches of one iteration.
@@ -198,4 +203,7 @@ class NumberedFeed:
                     batch = next(source)
                 finally:
                     samples = sampler.used()  # also if loading fails: then all ranks miss this batch
-                yield Loaded(none_of(batch) if samples == 0 else batch, samples, min(size, left - index * size))
+                batch, busy_s = batch if self._timed else (batch, 0.0)
+                yield Loaded(
+                    none_of(batch) if samples == 0 else batch, samples, min(size, left - index * size), busy_s
+                )

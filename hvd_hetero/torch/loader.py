@@ -162,7 +162,7 @@ class BalancedDataLoader:
             # It says what it cannot take.
             DataLoader(dataset, num_workers=num_workers, sampler=sampler, **arguments)  # type: ignore[arg-type]
             self._bar = _progress_bar() if progress and balancer.rank == 0 else None
-            lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
+            self._lookahead = lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
             if sampler is not None:
                 length = check_sampler(sampler, shuffle)
             elif not sharded:
@@ -251,6 +251,7 @@ class BalancedDataLoader:
                     beside=self.loader.num_workers > 0,
                     in_parts=self._sharded or not isinstance(self.dataset, IterableDataset),
                     loaders=self.loader.num_workers,
+                    ahead=self._lookahead,
                 )
                 iteration = loading_meter.iteration
             try:
@@ -264,6 +265,7 @@ class BalancedDataLoader:
                 raise
             self.balancer.origin = self.batch_sampler.origin
             self.balancer.begin(loaded.samples, whole=loaded.whole)
+            loading_meter.tell(loaded.samples, loaded.busy_s)
             if loaded.samples and self.balancer.count_warnings.looks_at_rows:
                 self.balancer.count_warnings.deals(fewer_rows(loaded.batch, loaded.samples))
             self.balancer.batch_order.begins(loaded.samples, first=first)

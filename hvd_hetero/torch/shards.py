@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ class _Reader:
         assert order.start is not None
         if order.shares is None:
             return Read(None, 0, 0, 0, 0)
+        began_s = time.perf_counter()
         worker = get_worker_info()
         reader = 0 if worker is None else worker.id
         if order.start.number != self._start:
@@ -58,7 +60,7 @@ class _Reader:
         if self._keeps and not self._waiting and self._stream is not None:
             self._kept = self._stream.keep(self._taken)
         place = StreamPlace(self._pass, self._taken - len(self._waiting), self._kept)
-        return Read(batch, share, sum(order.shares), 0, reader, place)
+        return Read(batch, share, sum(order.shares), 0, reader, place, time.perf_counter() - began_s)
 
     def _begin(self, order: Order) -> Stream:
         """Begins a pass over the stream, at the place given if there is one."""
@@ -139,4 +141,4 @@ class ShardFeed:
                 sampler.answered()
                 sampler.use(read.whole, read.content)
                 sampler.reached(read.reader, read.place)
-                yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole)
+                yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole, read.busy_s)

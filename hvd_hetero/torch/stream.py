@@ -36,6 +36,7 @@ class Read(NamedTuple):
     content: int  # checksum of samples that should be the same on all ranks
     reader: int  # number of the loading process
     place: StreamPlace = StreamPlace(0, 0)  # where that is in a stream of the rank's own, after this batch
+    busy_s: float = 0.0  # seconds for which the process was busy with it, if that was measured
 
 
 class _Reader:
