@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
@@ -171,10 +171,6 @@ class ProcessSetEngine:
         if ProcessSetEngine._crowding is None:
             ProcessSetEngine._crowding = Crowding()
         return ProcessSetEngine._crowding.slowness()
-
-    @classmethod
-    def set_own_threads(cls, numbers: Iterable[int]) -> None:
-        """Says which threads are Horovod's: those that its initialisation has started."""
 
     def serving_s(self) -> float:
         return time.process_time()
