@@ -108,16 +108,17 @@ class CpuQuota:
 
 
 class Crowding:
-    """How much others hold up this process on the cores that it may use. `root` is the folder that contains /proc."""
+    """How much others hold up a thread of this process, of that number, on the cores that it may use. `root` is the
+    folder that contains /proc."""
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._file = root / "proc/self/schedstat"
+    def __init__(self, number: int, root: Path = Path("/")) -> None:
+        self._file = root / f"proc/self/task/{number}/schedstat"
         self._before = 0, 0
 
     def slowness(self) -> float | None:
-        """Wall time per processor time of what the process's main thread has run since the last call, or the first time
-        since it began: 1 if it always got a core at once, 2 if it waited for one as long as it ran. None where Linux
-        does not tell, or if it has not run. (Linux's Documentation/scheduler/sched-stats.rst has the fields.)"""
+        """Wall time per processor time of what the thread has run since the last call, or the first time since it
+        began: 1 if it always got a core at once, 2 if it waited for one as long as it ran. None where Linux does not
+        tell, or if it has not run. (Linux's Documentation/scheduler/sched-stats.rst has the fields.)"""
         (ran_before, waited_before), (ran, waited) = self._before, self._times()
         if ran <= ran_before:
             return None
