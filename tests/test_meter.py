@@ -411,6 +411,27 @@ def test_a_segment_may_end_or_begin_anew_within_what_is_excluded_from_it(call, s
     assert rank.meter.take().seconds() == seconds
 
 
+@pytest.mark.parametrize(("call", "seconds"), [("pause", 5.0), ("run", 0.25)])
+def test_another_thread_may_end_a_segment_just_when_what_is_excluded_from_it_ends(call, seconds):
+    """As the script does while a thread of its own that communicates has waited."""
+    now_s, others = 0.0, []
+
+    def processor_s():
+        if others:
+            getattr(meter, others.pop())()
+        return 0.0
+
+    meter = ComputeMeter(WallClock(lambda: now_s), processor_s=processor_s)
+    meter.run()
+    with meter.aside(waits=True):
+        now_s += 5.0
+        others.append(call)
+    assert meter.running == (call == "run")
+    now_s += 0.25
+    meter.pause()
+    assert meter.take().seconds() == seconds and not others
+
+
 def test_a_segment_that_is_discarded_is_neither_compute_nor_service():
     rank = Rank(1.0)
     rank.meter.run()
