@@ -142,13 +142,9 @@ class ThreadClock:
     """The processor time of some threads of this process, of those numbers."""
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
-        self._clocks: list[int] = []
-        self.add(numbers)
-
-    def add(self, numbers: Iterable[int]) -> None:
-        """Counts the time of these threads as well."""
+        self.numbers = frozenset(numbers)
         # Linux makes a thread's clock of the complement of its number, and three bits: "a thread", "time it has run".
-        self._clocks += [(~number << 3) | 0b110 for number in numbers]
+        self._clocks = [(~number << 3) | 0b110 for number in self.numbers]
 
     def seconds(self) -> float:
         """The seconds that they have run, all together; may be called from any thread. A thread that has ended counts

@@ -20,10 +20,11 @@ def starting(*, anew: bool = False) -> Iterator[None]:
     global _clock
     before = threads()
     yield
+    now = threads()
     if anew:  # a /proc of another namespace has other numbers
         _clock = ThreadClock() if threading.get_native_id() in before else None
-    if _clock is not None:
-        _clock.add(threads() - before)
+    if _clock is not None:  # those of process sets that were removed have ended
+        _clock = ThreadClock((_clock.numbers & now) | (now - before))
 
 
 def forget() -> None:
@@ -34,4 +35,5 @@ def forget() -> None:
 
 def seconds() -> float | None:
     """Their processor time in seconds; None if they are not known. May be called from any thread."""
-    return None if _clock is None else _clock.seconds()
+    clock = _clock
+    return None if clock is None else clock.seconds()
