@@ -122,11 +122,11 @@ class ComputeMeter:
 
     @stopwatch.setter
     def stopwatch(self, stopwatch: Stopwatch) -> None:
-        if type(stopwatch) is not type(self._stopwatch):  # marks of two types cannot be compared
+        before, self._stopwatch = self._stopwatch, stopwatch
+        if type(stopwatch) is not type(before):  # marks of two types cannot be compared
             self._segments.clear()
             self._pieces.clear()
-            self._start = None if self._start is None else self._start._replace(mark=stopwatch.mark())
-        self._stopwatch = stopwatch
+            self._start = None if self._start is None else self.now()
 
     @property
     def running(self) -> bool:
@@ -201,7 +201,10 @@ class ComputeMeter:
                 self._pieces.append(part)
 
     def clocks(self) -> tuple[float, float]:
-        """Seconds of processor time of this process, and of its threads that serve the communication."""
+        """Seconds of processor time of this process, and of its threads that serve the communication. 0 for a rank that
+        does not compute on its CPU cores, which needs none."""
+        if not isinstance(self._stopwatch, WallClock):
+            return 0.0, 0.0
         processor_s = self._processor_s()
         return processor_s, processor_s if self._serving_s is self._processor_s else self._serving_s()
 

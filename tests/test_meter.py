@@ -173,7 +173,9 @@ def test_where_compute_is_on_a_device_service_says_nothing():
         def seconds(self, start, end):
             return end - start
 
-    assert Rank(0.5, Device).step(compute=0.1, service=0.1, link_s=1.0) == pytest.approx((0.2, 0.0))
+    rank = Rank(0.5, Device)
+    assert rank.step(compute=0.1, service=0.1, link_s=1.0) == pytest.approx((0.2, 0.0))
+    assert rank.meter.clocks() == (0.0, 0.0), "nor is anybody asked"
 
 
 class Rationed(Rank):
@@ -378,6 +380,19 @@ def test_another_stopwatch_begins_anew():
     idle = Rank(1.0).meter
     idle.stopwatch = Events()
     assert not idle.running
+
+
+def test_with_another_stopwatch_processor_time_begins_anew_as_well():
+    rank = Rank(1.0)
+    rank.meter.run()
+    rank.passes(1.0)
+    rank.meter.stopwatch = type("Other", (WallClock,), {})(lambda: rank.now_s)
+    rank.passes(0.25)
+    rank.meter.pause()
+    rank.passes(0.125)
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert compute_s == 0.25 and rank.meter.take_extra_s(compute_s) == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize("open_still", [True, False])
