@@ -240,9 +240,11 @@ class ComputeMeter:
         return Segments(self._stopwatch, segments)
 
     def forget(self) -> None:
-        """Discards everything that was measured and not taken yet, except that an open segment stays open."""
+        """Discards everything that was measured and not taken yet, except that an open segment stays open. A wait for
+        others is over: as after a failure, what comes next is not theirs."""
         self.take()
         self._pieces.clear()
+        self._paused_s = None
         self._computing_s = self._other_s = self._serving_computing_s = self._waiting_s = self._aside_s = 0.0
 
     def take_extra_s(self, compute_s: float, elsewhere_s: float = 0.0) -> float:

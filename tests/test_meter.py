@@ -153,6 +153,16 @@ def test_horovod_may_be_initialised_again_while_a_rank_waits():
     assert (compute_s, rank.meter.take_extra_s(compute_s)) == (pytest.approx(0.4), 0.0)
 
 
+def test_what_a_rank_does_between_a_wait_that_failed_and_its_next_batch_is_no_service():
+    """As ranks come together again, and restore what was committed."""
+    rank = Rank(1.0)
+    rank.step(compute=0.4, service=0.1, link_s=0.1)
+    rank.passes(5.0)
+    rank.meter.forget()
+    rank.passes(5.0)
+    assert rank.step(compute=0.4, service=0.0, link_s=0.1) == (pytest.approx(0.4), 0.0)
+
+
 @pytest.mark.parametrize("quota", [None, 0.5])
 def test_spinning_while_it_waits_is_no_service(quota):
     """Or the time for which a fast rank waits under MPI would be its own, and its share would not grow."""
