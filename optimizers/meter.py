@@ -122,11 +122,11 @@ class ComputeMeter:
 
     @stopwatch.setter
     def stopwatch(self, stopwatch: Stopwatch) -> None:
-        if type(stopwatch) is not type(self._stopwatch):  # marks of two types cannot be compared
+        before, self._stopwatch = self._stopwatch, stopwatch
+        if type(stopwatch) is not type(before):  # marks of two types cannot be compared
             self._segments.clear()
             self._pieces.clear()
-            self._start = None if self._start is None else self._start._replace(mark=stopwatch.mark())
-        self._stopwatch = stopwatch
+            self._start = None if self._start is None else self.now()
 
     @property
     def running(self) -> bool:
@@ -144,7 +144,7 @@ class ComputeMeter:
 
     def pause(self) -> None:
         """Ends the open segment, if there is one."""
-        for piece in self._close(self.now()) if self._start is not None else ():
+        for piece in self._close(self._start, self.now()) if self._start is not None else ():
             self._segments.append(piece.segment)
             self._computing_s += piece.computing_s
             self._serving_computing_s += piece.serving_s
@@ -158,16 +158,16 @@ class ComputeMeter:
         if self._start is None:
             return Segments(self._stopwatch, [])
         now = self.now()
-        pieces = self._close(now)
+        pieces = self._close(self._start, now)
         self._start, self._paused_s = now, None
         since = max((number + 1 for number, piece in enumerate(pieces) if piece.aside_s), default=0)
         self._aside_s += sum(piece.aside_s for piece in pieces)
         self._other_s += sum(piece.computing_s for piece in pieces[since:])
         return Segments(self._stopwatch, [piece.segment for piece in pieces[since:]])
 
-    def _close(self, end: Moment) -> list[SegmentPart]:
-        """Ends the open segment, and returns its parts."""
-        pieces = [*self._pieces, self._piece(end, end, aside_s=0.0, waits=False)]
+    def _close(self, start: Moment, end: Moment) -> list[SegmentPart]:
+        """Ends the open segment, whose last part began at `start`, and returns its parts."""
+        pieces = [*self._pieces, _part(start, end, end, aside_s=0.0, waits=False)]
         self._pieces.clear()
         self._start, self._paused_s = None, end.serving_s
         return pieces
@@ -194,24 +194,17 @@ class ComputeMeter:
             yield
         finally:
             self._is_aside = False
-            if self._start is start:
-                until = self.now()
-                self._pieces.append(self._piece(since, until, aside_s=time.perf_counter() - began, waits=waits))
+            until = self.now()
+            part = _part(start, since, until, aside_s=time.perf_counter() - began, waits=waits)
+            if self._start is start:  # another thread may end the segment at any moment
                 self._start = until
-
-    def _piece(self, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> SegmentPart:
-        """The part of the open segment that ends at `since`, with the interruption from `since` to `until`."""
-        assert self._start is not None
-        return SegmentPart(
-            segment=(self._start.mark, since.mark),
-            computing_s=since.processor_s - self._start.processor_s,
-            serving_s=since.serving_s - self._start.serving_s,
-            waiting_s=until.serving_s - since.serving_s if waits else 0.0,
-            aside_s=aside_s if waits else 0.0,
-        )
+                self._pieces.append(part)
 
     def clocks(self) -> tuple[float, float]:
-        """Seconds of processor time of this process, and of its threads that serve the communication."""
+        """Seconds of processor time of this process, and of its threads that serve the communication. 0 for a rank that
+        does not compute on its CPU cores, which needs none."""
+        if not isinstance(self._stopwatch, WallClock):
+            return 0.0, 0.0
         processor_s = self._processor_s()
         return processor_s, processor_s if self._serving_s is self._processor_s else self._serving_s()
 
@@ -247,9 +240,11 @@ class ComputeMeter:
         return Segments(self._stopwatch, segments)
 
     def forget(self) -> None:
-        """Discards everything that was measured and not taken yet, except that an open segment stays open."""
+        """Discards everything that was measured and not taken yet, except that an open segment stays open. A wait for
+        others is over: as after a failure, what comes next is not theirs."""
         self.take()
         self._pieces.clear()
+        self._paused_s = None
         self._computing_s = self._other_s = self._serving_computing_s = self._waiting_s = self._aside_s = 0.0
 
     def take_extra_s(self, compute_s: float, elsewhere_s: float = 0.0) -> float:
@@ -291,6 +286,17 @@ class ComputeMeter:
             self._ahead_s.clear()
         crowding = self._crowding()
         self._slowest = math.inf if crowding is None else max(crowding, 1.0 / (self._quota or 1.0))
+
+
+def _part(start: Moment, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> SegmentPart:
+    """The part of a segment from `start` to `since`, with the interruption from `since` to `until`."""
+    return SegmentPart(
+        segment=(start.mark, since.mark),
+        computing_s=since.processor_s - start.processor_s,
+        serving_s=since.serving_s - start.serving_s,
+        waiting_s=until.serving_s - since.serving_s if waits else 0.0,
+        aside_s=aside_s if waits else 0.0,
+    )
 
 
 class Pace:

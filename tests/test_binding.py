@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from hvd_hetero.engine import binding, elastic, farewell
+from hvd_hetero.engine import binding, elastic, farewell, machine, own_threads, shared_sets
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.port import CollectiveError
 
@@ -20,12 +20,6 @@ class Engine:
     """One of a framework that is there."""
 
     binding, failure = "a_binding", (CollectiveError,)
-
-    own_threads = None
-
-    @classmethod
-    def set_own_threads(cls, numbers):
-        cls.own_threads = set(numbers)
 
     def watch(self):
         pass
@@ -59,25 +53,54 @@ def test_settings_are_chosen_by_whoever_initialises_first_for_good(monkeypatch, 
     assert chosen == prepared
 
 
+class ProcessSet:
+    def __init__(self, ranks=()):
+        self.ranks = ranks
+
+
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("script_first", [False, True])
-def test_the_threads_that_the_initialisation_starts_are_horovods(monkeypatch, script_first):
-    """Each time anew. If the script has initialised Horovod, none is known to be."""
-    over, threads = threading.Event(), []
-    there = [script_first]
+def test_the_threads_that_horovod_starts_are_known(monkeypatch, script_first, known):
+    """Those of each initialisation anew, and of process sets that are made later. None is where the script has
+    initialised Horovod, or where /proc does not tell, or tells the numbers of another namespace."""
+    over, ran, there = threading.Event(), threading.Barrier(2), [script_first]
 
-    def init():
-        threads.append(threading.Thread(target=over.wait))
-        threads[-1].start()
+    def spin():
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        ran.wait()
+        over.wait()
+
+    def start(*args):
+        threading.Thread(target=spin).start()
         there[0] = True
+        ran.wait()
+        return ProcessSet()
 
-    stand_in(monkeypatch, is_initialized=lambda: there[0], init=init)
-    monkeypatch.setattr(Engine, "own_threads", None)
+    def told():
+        return None if own_threads.seconds() is None else round(own_threads.seconds() / 0.02)
+
+    sets = types.SimpleNamespace(
+        ProcessSet=ProcessSet, add_process_set=start,
+        _basics=types.SimpleNamespace(_get_process_set_ids_and_ranks=dict),
+    )  # fmt: skip
+    stand_in(monkeypatch, is_initialized=lambda: there[0], init=start)
+    monkeypatch.setattr(shared_sets, "_module", lambda: sets)
+    monkeypatch.setattr(shared_sets, "_used", set())
+    monkeypatch.setattr(own_threads, "_clock", machine.ThreadClock())
+    if not known:
+        monkeypatch.setattr(own_threads, "threads", lambda: {1})
+
     try:
         binding.init("torch")
-        assert Engine.own_threads == (None if script_first else {threads[0].native_id})
+        assert told() == (1 if known and not script_first else None)
+        for made, make in enumerate((shared_sets.add_process_set, shared_sets.process_set_of)):
+            make([0])
+            assert told() == (2 + made if known and not script_first else None)
         there[0] = False  # as after a shutdown
         binding.init("torch")
-        assert Engine.own_threads == {threads[1].native_id}
+        assert told() == (1 if known else None)
     finally:
         over.set()
 

@@ -100,11 +100,11 @@ def test_a_clock_of_threads_counts_what_they_have_run_and_nothing_of_others():
 
 def test_how_crowded_the_cores_are_since_the_last_look(tmp_path):
     def ran(text):
-        write(tmp_path, {"proc/self/schedstat": text})
+        write(tmp_path, {"proc/self/schedstat": "5 7 1\n", "proc/self/task/8/schedstat": text})
 
     ran("1000 3000 3\n")
-    crowding = machine.Crowding(tmp_path)
-    assert crowding.slowness() == 4.0, "since the process began"
+    crowding = machine.Crowding(8, tmp_path)
+    assert crowding.slowness() == 4.0, "since the thread began"
     assert crowding.slowness() is None, "it has not run"
     ran("1400 3200 5\n")
     assert crowding.slowness() == 1.5
@@ -112,7 +112,7 @@ def test_how_crowded_the_cores_are_since_the_last_look(tmp_path):
     assert crowding.slowness() == 1.0
     ran("0 0 0\n")
     assert crowding.slowness() is None, "as where the kernel does not count"
-    assert machine.Crowding(tmp_path / "nothing").slowness() is None
+    assert machine.Crowding(8, tmp_path / "nothing").slowness() is None
 
 
 def test_cgroup_v1_limits(tmp_path):

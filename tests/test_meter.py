@@ -153,6 +153,16 @@ def test_horovod_may_be_initialised_again_while_a_rank_waits():
     assert (compute_s, rank.meter.take_extra_s(compute_s)) == (pytest.approx(0.4), 0.0)
 
 
+def test_what_a_rank_does_between_a_wait_that_failed_and_its_next_batch_is_no_service():
+    """As ranks come together again, and restore what was committed."""
+    rank = Rank(1.0)
+    rank.step(compute=0.4, service=0.1, link_s=0.1)
+    rank.passes(5.0)
+    rank.meter.forget()
+    rank.passes(5.0)
+    assert rank.step(compute=0.4, service=0.0, link_s=0.1) == (pytest.approx(0.4), 0.0)
+
+
 @pytest.mark.parametrize("quota", [None, 0.5])
 def test_spinning_while_it_waits_is_no_service(quota):
     """Or the time for which a fast rank waits under MPI would be its own, and its share would not grow."""
@@ -173,7 +183,9 @@ def test_where_compute_is_on_a_device_service_says_nothing():
         def seconds(self, start, end):
             return end - start
 
-    assert Rank(0.5, Device).step(compute=0.1, service=0.1, link_s=1.0) == pytest.approx((0.2, 0.0))
+    rank = Rank(0.5, Device)
+    assert rank.step(compute=0.1, service=0.1, link_s=1.0) == pytest.approx((0.2, 0.0))
+    assert rank.meter.clocks() == (0.0, 0.0), "nor is anybody asked"
 
 
 class Rationed(Rank):
@@ -380,6 +392,19 @@ def test_another_stopwatch_begins_anew():
     assert not idle.running
 
 
+def test_with_another_stopwatch_processor_time_begins_anew_as_well():
+    rank = Rank(1.0)
+    rank.meter.run()
+    rank.passes(1.0)
+    rank.meter.stopwatch = type("Other", (WallClock,), {})(lambda: rank.now_s)
+    rank.passes(0.25)
+    rank.meter.pause()
+    rank.passes(0.125)
+    rank.meter.run()
+    compute_s = rank.meter.take().seconds()
+    assert compute_s == 0.25 and rank.meter.take_extra_s(compute_s) == pytest.approx(0.125)
+
+
 @pytest.mark.parametrize("open_still", [True, False])
 def test_what_is_forgotten_is_neither_compute_nor_a_wait(open_still):
     rank = Rank(1.0)
@@ -409,6 +434,27 @@ def test_a_segment_may_end_or_begin_anew_within_what_is_excluded_from_it(call, s
     rank.passes(0.25)
     rank.meter.pause()
     assert rank.meter.take().seconds() == seconds
+
+
+@pytest.mark.parametrize(("call", "seconds"), [("pause", 5.0), ("run", 0.25)])
+def test_another_thread_may_end_a_segment_just_when_what_is_excluded_from_it_ends(call, seconds):
+    """As the script does while a thread of its own that communicates has waited."""
+    now_s, others = 0.0, []
+
+    def processor_s():
+        if others:
+            getattr(meter, others.pop())()
+        return 0.0
+
+    meter = ComputeMeter(WallClock(lambda: now_s), processor_s=processor_s)
+    meter.run()
+    with meter.aside(waits=True):
+        now_s += 5.0
+        others.append(call)
+    assert meter.running == (call == "run")
+    now_s += 0.25
+    meter.pause()
+    assert meter.take().seconds() == seconds and not others
 
 
 def test_a_segment_that_is_discarded_is_neither_compute_nor_service():

@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from hvd_hetero.engine import binding, process_set, shared_sets
 from hvd_hetero.engine.hierarchy import Levels, leader, plain_sum, rails, scatter
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.horovod_tensorflow import reason_in
+from hvd_hetero.engine.machine import Crowding
 from hvd_hetero.engine.port import Chain
 
 hvd = pytest.importorskip("horovod.torch")
@@ -212,6 +215,25 @@ def test_an_engine_is_on_process_sets_that_are_there_and_include_this_rank(engin
     everyone._binding.is_initialized = lambda: False
     with pytest.raises(RuntimeError, match="Expected hvd.init"):
         HorovodEngine()
+
+
+@pytest.mark.skipif(Crowding(threading.get_native_id()).slowness() is None, reason="Linux does not tell")
+def test_how_crowded_the_cores_are_is_told_by_the_thread_that_made_the_engine(engines):
+    """Which trains, and need not be the process's main thread."""
+    told = []
+
+    def train():
+        engine = engines(0)[0]
+        for _ in range(3):
+            end = time.thread_time() + 0.01
+            while time.thread_time() < end:
+                pass
+            told.append(engine.crowding())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert len(told) == 3 and all(slowness is not None and slowness >= 1.0 for slowness in told)
 
 
 def test_names_begin_anew_where_ranks_have_come_together_again(engines):

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import elastic, farewell
+from . import elastic, farewell, own_threads
 from .build import installed_build
 from .environment import gloo_allreduce, is_elastic, launched, prepare_init, prepare_wait, started, started_otherwise
-from .machine import threads
 from .port import Engine
 from .stderr import tell
 from .version import check_versions, versions
@@ -111,10 +110,10 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
     # first, setting them now would make the variables differ from what Horovod does.
     if _prepares.setdefault(framework, waits) and waits:
         prepare_init()
-    before = threads()
-    _initialise(binding, *args, **kwargs)
-    if waits:
-        _class(framework).set_own_threads(threads() - before)
+    if not waits:
+        own_threads.forget()
+    with own_threads.starting(anew=waits):
+        _initialise(binding, *args, **kwargs)
     if binding.size() == 1 and not (is_elastic() or args or kwargs.get("comm")):
         _check_alone()
     stays = framework in _again

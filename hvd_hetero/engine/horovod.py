@@ -7,11 +7,12 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from . import own_threads
 from .environment import waits_without_spinning
 from .machine import ThreadClock
 from .port import Op, checked_splits
@@ -55,7 +56,6 @@ class HorovodEngine(ProcessSetEngine):
     """One rank of a Horovod process set, for torch tensors and numpy arrays (which share memory with tensors)."""
 
     binding = "horovod.torch.mpi_ops"
-    _own_threads: ClassVar[ThreadClock | None] = None  # None: the script has initialised Horovod
 
     def __init__(self, process_set: Any = None) -> None:
         self._torch = importlib.import_module("torch")
@@ -64,16 +64,11 @@ class HorovodEngine(ProcessSetEngine):
         # `hvd_hetero.torch` wraps Horovod's `synchronize` to report waits; here `Tracked` reports them, with names.
         self.synchronize = getattr(self._binding.synchronize, "__wrapped__", self._binding.synchronize)
 
-    @classmethod
-    def set_own_threads(cls, numbers: Iterable[int]) -> None:
-        HorovodEngine._own_threads = ThreadClock(numbers)
-
     def serving_s(self) -> float:
         """Without the threads of PyTorch's pool: those of OpenMP spin when they have nothing to do, for 8 ms or more,
         and Intel's for 200 ms."""
-        if self._own_threads is None:
-            return super().serving_s()
-        return self._own_threads.seconds() + self._made_by.seconds()
+        own_s = own_threads.seconds()
+        return super().serving_s() if own_s is None else own_s + self._made_by.seconds()
 
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array

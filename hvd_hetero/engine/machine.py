@@ -108,16 +108,17 @@ class CpuQuota:
 
 
 class Crowding:
-    """How much others hold up this process on the cores that it may use. `root` is the folder that contains /proc."""
+    """How much others hold up a thread of this process, of that number, on the cores that it may use. `root` is the
+    folder that contains /proc."""
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._file = root / "proc/self/schedstat"
+    def __init__(self, number: int, root: Path = Path("/")) -> None:
+        self._file = root / f"proc/self/task/{number}/schedstat"
         self._before = 0, 0
 
     def slowness(self) -> float | None:
-        """Wall time per processor time of what the process's main thread has run since the last call, or the first time
-        since it began: 1 if it always got a core at once, 2 if it waited for one as long as it ran. None where Linux
-        does not tell, or if it has not run. (Linux's Documentation/scheduler/sched-stats.rst has the fields.)"""
+        """Wall time per processor time of what the thread has run since the last call, or the first time since it
+        began: 1 if it always got a core at once, 2 if it waited for one as long as it ran. None where Linux does not
+        tell, or if it has not run. (Linux's Documentation/scheduler/sched-stats.rst has the fields.)"""
         (ran_before, waited_before), (ran, waited) = self._before, self._times()
         if ran <= ran_before:
             return None
@@ -140,9 +141,10 @@ def threads() -> set[int]:
 class ThreadClock:
     """The processor time of some threads of this process, of those numbers."""
 
-    def __init__(self, numbers: Iterable[int]) -> None:
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self.numbers = frozenset(numbers)
         # Linux makes a thread's clock of the complement of its number, and three bits: "a thread", "time it has run".
-        self._clocks = [(~number << 3) | 0b110 for number in numbers]
+        self._clocks = [(~number << 3) | 0b110 for number in self.numbers]
 
     def seconds(self) -> float:
         """The seconds that they have run, all together; may be called from any thread. A thread that has ended counts

@@ -63,8 +63,8 @@ class Engine(Protocol):
         """The current CPU quota of this process, in cores (may be a fraction); None if there is no quota."""
 
     def crowding(self) -> float | None:
-        """How many seconds a thread of this process takes, of late, for a second of processor time, as others use its
-        cores, or its quota is used up; None if not known."""
+        """How many seconds the thread that made this engine takes, of late, for a second of processor time, as others
+        use its cores, or its quota is used up; None if not known."""
 
     def serving_s(self) -> float:
         """Seconds of processor time of the threads of this process that serve the communication, and of the one that

@@ -10,8 +10,9 @@ import functools
 import hashlib
 import importlib
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
@@ -104,13 +105,13 @@ class ProcessSetEngine:
     _identity: ClassVar[int | None] = None
     _kind: ClassVar[int | None] = None
     _quota: ClassVar[CpuQuota | None] = None
-    _crowding: ClassVar[Crowding | None] = None
     _watch: ClassVar[Watch | None] = None
 
     def __init__(self, process_set: Any = None) -> None:
         self._binding = binding = importlib.import_module(self.binding)
         self._given = process_set if process_set is not None else binding.global_process_set
         check_process_set(self._given)
+        self._crowding = Crowding(threading.get_native_id())
         # ValueError: the binding raises it at once for arguments that cannot be reduced on any rank.
         self._internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
         self.failure: tuple[type[Exception], ...] = (self._internal_error, ValueError)
@@ -168,13 +169,7 @@ class ProcessSetEngine:
         return ProcessSetEngine._quota.cores()
 
     def crowding(self) -> float | None:
-        if ProcessSetEngine._crowding is None:
-            ProcessSetEngine._crowding = Crowding()
-        return ProcessSetEngine._crowding.slowness()
-
-    @classmethod
-    def set_own_threads(cls, numbers: Iterable[int]) -> None:
-        """Says which threads are Horovod's: those that its initialisation has started."""
+        return self._crowding.slowness()
 
     def serving_s(self) -> float:
         return time.process_time()

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from . import own_threads
+
 _used: set[tuple[int, ...]] = set()  # the global ranks of each process set that an engine of this package uses
 
 
@@ -19,6 +21,11 @@ def _existing(ranks: Sequence[int]) -> int | None:
         if tuple(members) == tuple(ranks):
             return int(number)
     return None
+
+
+def _added(process_set: Any) -> Any:
+    with own_threads.starting():
+        return _module().add_process_set(process_set)
 
 
 def process_set_of(ranks: Sequence[int]) -> Any:
@@ -35,7 +42,7 @@ def process_set_of(ranks: Sequence[int]) -> Any:
         found.process_set_id = number
     else:
         try:
-            found = module.add_process_set(list(ranks))
+            found = _added(list(ranks))
         except ValueError as error:
             if "shutting down" in str(error):  # a peer is gone, and no setting is wrong
                 raise
@@ -60,7 +67,7 @@ def add_process_set(process_set: Any) -> Any:
         process_set = module.ProcessSet(process_set)
     ranks = tuple(process_set.ranks or ())
     if ranks not in _used:
-        return module.add_process_set(process_set)
+        return _added(process_set)
     process_set.process_set_id = _existing(ranks)
     return process_set
 
