@@ -144,7 +144,7 @@ class ComputeMeter:
 
     def pause(self) -> None:
         """Ends the open segment, if there is one."""
-        for piece in self._close(self._start, self.now()) if self._start is not None else ():
+        for piece in self._close(self.now()) if self._start is not None else ():
             self._segments.append(piece.segment)
             self._computing_s += piece.computing_s
             self._serving_computing_s += piece.serving_s
@@ -158,19 +158,19 @@ class ComputeMeter:
         if self._start is None:
             return Segments(self._stopwatch, [])
         now = self.now()
-        pieces = self._close(self._start, now)
+        pieces = self._close(now)
         self._start, self._paused_s = now, None
         since = max((number + 1 for number, piece in enumerate(pieces) if piece.aside_s), default=0)
         self._aside_s += sum(piece.aside_s for piece in pieces)
         self._other_s += sum(piece.computing_s for piece in pieces[since:])
         return Segments(self._stopwatch, [piece.segment for piece in pieces[since:]])
 
-    def _close(self, start: Moment, end: Moment) -> list[SegmentPart]:
-        """Ends the open segment, whose last part began at `start`, and returns its parts."""
-        pieces = [*self._pieces, _part(start, end, end, aside_s=0.0, waits=False)]
-        self._pieces.clear()
-        self._start, self._paused_s = None, end.serving_s
-        return pieces
+    def _close(self, end: Moment) -> list[SegmentPart]:
+        """Ends the open segment, and returns its parts."""
+        start, pieces, self._start = self._start, self._pieces, None  # without a call in between, for other threads
+        assert start is not None
+        self._pieces, self._paused_s = [], end.serving_s
+        return [*pieces, _part(start, end, end, aside_s=0.0, waits=False)]
 
     def now(self) -> Moment:
         """The present moment. May be called from any thread."""
