@@ -19,8 +19,8 @@ class LoadingLimits:
         size: number of ranks.
 
     Attributes:
-        seconds: for each rank, the least seconds that it takes to load a sample while it computes; 0 where that is too
-            short to be noticed.
+        seconds: for each rank, the least seconds that it takes to load a sample while it computes; 0 where that is not
+            known.
     """
 
     def __init__(self, size: int) -> None:

@@ -67,7 +67,7 @@ class StepTimer:
         loading_meter: measures how this rank gets its samples.
         known: samples per batch and seconds per batch, of the last step whose times were read; 0 s if not known.
         loading_s: seconds that workers need at least to load one sample while the rank computes, as read last; 0 if
-            loading was never slow enough to be noticed.
+            not known.
     """
 
     def __init__(

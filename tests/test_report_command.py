@@ -128,8 +128,11 @@ def record_of_loading(folder, *, each_s, shares, computes=(0.001, 0.001)):
     ranks.read()
 
 
-@pytest.mark.parametrize(("each_s", "limited"), [((0.0, 0.009), True), ((0.0, 0.0008), False), ((0.0, 0.0), False)])
+@pytest.mark.parametrize(("each_s", "limited"), [
+    ((0.0, 0.009), True), ((0.0, 0.006), False), ((0.0, 0.0008), False), ((0.0, 0.0), False),
+])  # fmt: skip
 def test_a_report_names_a_rank_that_gets_what_is_loaded_for_it(tmp_path, capsys, each_s, limited):
+    """Not if it has to wait for another rank's computing, however slowly its samples come."""
     record_of_loading(tmp_path, each_s=each_s, shares=(56, 8))
     assert main(["report", str(tmp_path)]) == 0
     words = "Rank 1 has as many samples as are loaded for it, one in 9 ms: more num_workers there"

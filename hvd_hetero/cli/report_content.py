@@ -170,8 +170,7 @@ def advice(report: Report) -> list[str]:
             said.append(f"Rank {number} waits for its data for {percent_text(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")
     for number, rank in report.run.present.items():
-        newest = rank.newest
-        if 2 * (newest.loading_s > newest.compute_s + newest.extra_s).sum() > len(newest):
+        if rank.limited_by_loading:
             said.append(f"Rank {number} has as many samples as are loaded for it, one in "
                         f"{seconds_text(rank.loading_s)}: more num_workers there (in Keras, workers), or a quicker "
                         "disk, and it gets more.")

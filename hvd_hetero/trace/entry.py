@@ -43,7 +43,7 @@ class Step(NamedTuple):
         bytes: bytes that the rank sent.
         extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in the
             training process, what is done after each step, serving the communication, and a CPU quota.
-        loading_s: the least seconds that loading its samples takes while it computes; 0: too little to be noticed.
+        loading_s: the least seconds that loading its samples takes while it computes; 0: not known.
     """
 
     step: int

@@ -150,8 +150,7 @@ class Trace:
             bytes: bytes that this rank sent.
             extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in
                 the training process, what is done after each step, serving the communication, and a CPU quota.
-            loading_s: the least seconds that loading its samples takes while the rank computes; 0: too little to
-                notice.
+            loading_s: the least seconds that loading its samples takes while the rank computes; 0: not known.
             t_s: when the step ended, in seconds since the epoch; None: now.
         """
         now = self._clock() if t_s is None else t_s

@@ -14,6 +14,7 @@ from hvd_hetero.policy.replan import Plan
 from .entry import STEPS, Event, Table
 
 NEWEST = 64       # so many last steps of a rank count as its newest
+LONG_LOADING = 0.75      # part of a step, from which on loading limits it
 PAUSE = 10.0      # an interval so many times longer than the median is a pause (a checkpoint, a validation)
 
 
@@ -59,13 +60,23 @@ class RankRun:
     @property
     def newest(self) -> Table:
         """The rank's last steps with samples."""
-        steps = self.steps[-NEWEST:]
-        return steps[steps.samples > 0]
+        return self.steps[self._newest]
+
+    @property
+    def _newest(self) -> np.ndarray:
+        return (self.steps.samples > 0) & (np.arange(len(self.steps)) >= len(self.steps) - NEWEST)
 
     @property
     def loading_s(self) -> float:
-        """The least seconds per sample that loading took in the newest steps; 0.0: too little to be noticed."""
+        """The least seconds per sample that loading took in the newest steps; 0.0: not known."""
         return _median(self.newest.loading_s / self.newest.samples)
+
+    @property
+    def limited_by_loading(self) -> bool:
+        """Whether in most of the newest steps loading took longer than computing, and nearly as long as the step."""
+        steps, spans_s = self.newest, self.spans_s[self._newest]
+        limits = steps.loading_s > np.fmax(steps.compute_s + steps.extra_s, LONG_LOADING * spans_s)
+        return bool(2 * limits.sum() > len(steps))
 
     def next_step(self, t_s: float) -> int:
         """The step that the rank made or ended at `t_s`, a time by its own clock; after its last step, the one after
