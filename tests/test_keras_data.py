@@ -56,13 +56,16 @@ def test_every_sample_once_in_each_epoch_of_fit(kind, workers):
 @pytest.mark.parametrize("kind", ["arrays", "samples"])
 @pytest.mark.parametrize("options", [{"workers": 2}, {"workers": 1, "use_multiprocessing": True}, {}])
 def test_workers_tell_how_long_each_batch_has_kept_them_busy(kind, options, monkeypatch):
-    told = []
+    told, begun = [], []
     monkeypatch.setattr(LoaderSpeed, "tell", lambda self, samples, seconds: told.append((samples, seconds)))
+    monkeypatch.setattr(LoaderSpeed, "begin", lambda self, *workers: begun.append(workers))
     balancer = Balancer(SoloEngine())
     reader = Keras(make(balancer, kind, **options))
     seen = train(balancer, reader.epoch())
     assert sum(samples for samples, _ in told) == (len(seen) if options else 0)
     assert all(0.0 < seconds < 60.0 for _, seconds in told)
+    workers = options.get("workers", 0)
+    assert set(begun) <= {(workers, 2 * workers), (workers, 2 * workers + 2)}, "two more that TensorFlow reads"
 
 
 def test_epochs_of_steps_per_epoch_go_on_where_the_last_one_ended():

@@ -16,7 +16,7 @@ from hvd_hetero.engine.stopwatch import WallClock
 from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.optimizers.step_timer import StepTimer
-from hvd_hetero.policy.loader_speed import FEW, LEAST, MOST, TRIED, WINDOW, LoaderSpeed
+from hvd_hetero.policy.loader_speed import FEW, FEW_TOLD, LEAST, MOST, TRIED, WINDOW, LoaderSpeed
 from hvd_hetero.policy.partition import Bound, equal_shares
 
 DEPTH = 4  # batches that are loaded ahead
@@ -132,11 +132,12 @@ def test_who_does_not_wait_says_nothing():
 def test_loaders_tell_how_fast_they_are_to_who_does_not_wait():
     pace = LoaderSpeed()
     pace.begin(2)
+    found = []
     for batch in range(WINDOW):
         pace.tell(4, 9.0 if batch < 2 else 1.0)  # they open files first
-        pace.tell(0, 0.5)  # a sample of another rank's
-        heard(pace, 1, step_s=1.0, waited_s=0.01)
-    assert pace.seconds_per_sample == 1.0 / 4 / 2 and not pace.is_pending
+        found.append(heard(pace, 1, step_s=1.0, waited_s=0.01))
+    assert found == [None] * (2 + FEW_TOLD - 1) + [1.0 / 4 / 2] * (WINDOW - 1 - FEW_TOLD) and not pace.is_pending
+    pace.tell(0, 9.0)  # a sample of another rank's
     for _ in range(WINDOW):
         pace.tell(4, 3.0)
     assert heard(pace, 1, step_s=1.0, waited_s=0.01) == 1.0 / 4, "no slower than what it has been seen to do"
@@ -174,6 +175,16 @@ def test_what_is_ready_at_first_does_not_make_loaders_faster():
         pace.tell(4, 1.0)
         heard(pace, 1, step_s=step_s, waited_s=0.0)
     assert pace.seconds_per_sample == 0.25
+
+
+def test_long_steps_between_short_ones_are_no_outliers():
+    """As where the loaders of another rank end together."""
+    pace = LoaderSpeed()
+    pace.begin(1)
+    for step_s in (0.1, 1.9) * WINDOW:
+        pace.tell(4, 0.8)
+        heard(pace, 1, step_s=step_s, waited_s=0.0)
+    assert pace.seconds_per_sample == 0.2
 
 
 @pytest.mark.parametrize("loaders", [2, 24, 32])
@@ -401,13 +412,15 @@ class Own(torch.utils.data.IterableDataset):
 ])  # fmt: skip
 @pytest.mark.parametrize("workers", [0, 2])
 def test_processes_that_load_tell_how_long_they_were_busy(data, options, workers, monkeypatch):
-    told = []
+    told, begun = [], []
     monkeypatch.setattr(LoaderSpeed, "tell", lambda self, samples, seconds: told.append((samples, seconds)))
+    monkeypatch.setattr(LoaderSpeed, "begin", lambda self, *workers: begun.append(workers))
     options = options if workers else {name: value for name, value in options.items() if name != "persistent_workers"}
 
     World(1).run(lambda engine: train(engine, data, workers=workers, loading=options, adaptive=False))
     assert [samples for samples, _ in told] == ([4] * 3 if workers and not isinstance(data, Stream) else [])
     assert all(0.008 <= seconds < 5.0 for _, seconds in told)
+    assert set(begun) == {(workers, 2 * workers)}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -73,7 +73,6 @@ class LoaderSpeed:
         self._loaders, self._ahead, self._cold = max(1, loaders), ahead, max(1, loaders)
         if (most := max(WINDOW, loaders)) != self._seen.maxlen:
             self._seen = deque(self._seen, maxlen=most)
-            self._told = deque(self._told, maxlen=most)
 
     def tell(self, samples: int, seconds: float) -> None:
         """Takes in how many seconds one loader was busy with a batch. The first batch of each is ignored, for which it
