@@ -432,6 +432,38 @@ def test_loading_processes_end_with_a_rank_that_is_killed():
     assert rank.stdout.read() == "", "returns when nobody holds it open any more"
 
 
+READING = """
+import gc, inspect, time
+import keras
+import numpy as np
+from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.keras.balancer import Balancer
+from hvd_hetero.keras.dataset import BalancedDataset
+
+class Slow:
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.2)
+        return np.ones(3, "float32")
+
+def keep(held):
+    frame = inspect.currentframe()
+
+reader = iter(BalancedDataset(Slow(), balancer=Balancer(4, engine=SoloEngine())).as_tf_dataset())
+next(reader)
+gc.disable()
+keep([reader._iterator_resource])
+"""
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="TensorFlow reads ahead in a thread")
+def test_a_process_ends_while_data_is_read_that_only_garbage_holds():
+    """A frame that refers to itself, here. The interpreter would collect it when that thread can no longer end."""
+    assert subprocess.run([sys.executable, "-c", READING], timeout=120, check=False).returncode == 0
+
+
 def a_series(values):
     """What pandas calls a Series, as far as anyone here asks."""
     own = {"__module__": "pandas", "to_numpy": lambda self: np.array(values), "shape": (len(values),)}

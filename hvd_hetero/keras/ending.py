@@ -33,7 +33,8 @@ def free_at_exit(balancer: Balancer) -> None:
 def _end_reading() -> None:
     """Destroys all tf.data iterators while the threads that read for them can still finish.
 
-    It also clears the frames of tracebacks, whose local variables may hold iterators.
+    It also clears the frames of tracebacks, whose local variables may hold iterators, and collects garbage, as frames
+    that refer to themselves may hold the tensor that an iterator is.
     """
     if (tf := sys.modules.get("tensorflow")) is None:
         return
@@ -47,3 +48,4 @@ def _end_reading() -> None:
             for frame, _ in traceback.walk_stack(one.tb_frame):
                 with contextlib.suppress(RuntimeError):  # the frame is still running
                     frame.clear()
+    gc.collect()
