@@ -40,9 +40,8 @@ class WeakMethods:
             self._methods.append(weakly(method))
 
     def call(self, **arguments: Any) -> None:
-        """Calls all methods whose objects are alive, with these arguments. Collects garbage first; otherwise a method
-        of a dead object would be called only on those ranks that have not collected the object yet."""
-        gc.collect()
+        """Calls all methods whose objects are alive, with these arguments. Objects that are garbage and not collected
+        yet may be among them, on some ranks alone."""
         for method in self._living():
             method(**arguments)
 
@@ -105,7 +104,8 @@ class Rebuilds:
         Returns:
             Bound methods, which keep their objects alive.
         """
-        gc.collect()
+        if self._made:  # none at the first initialisation, and to look through all objects takes tenths of a second
+            gc.collect()
         alive = [(key, reference, method) for key, reference in self._made if (method := reference()) is not None]
         mine = {"round": self._round, "made": [key for key, *_ in alive if key is not None]}
         said = list(map(json.loads, gathered(json.dumps(mine))))

@@ -7,6 +7,7 @@ testable bit by bit. It works on anything that `numpy.asarray` sees without a co
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 import time
@@ -147,6 +148,7 @@ class LocalEngine:
         """Calls the methods of `on_reset_begin` and `on_reset_end`, as an elastic reset does; for tests."""
         self._forgets.call()
         self._named = itertools.count(1)
+        gc.collect()  # the methods are collective: ranks have to call the same ones
         self._rebuilds.call()
 
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:

@@ -104,7 +104,18 @@ def multiplied(rate: Any, number: torch.Tensor, *, after: Sequence[Any]) -> Any:
 
 def flat(variables: Sequence[Any], dtype: str, into: torch.Tensor | None = None) -> torch.Tensor:
     """A copy of the variables, one after the other, in `into` if given."""
-    return torch.cat([v.value.detach().reshape(-1).to(_TYPES[dtype]) for v in variables], out=into)
+    return torch.cat([values(v).reshape(-1).to(_TYPES[dtype]) for v in variables], out=into)
+
+
+def values(variable: Any) -> torch.Tensor:
+    """A variable's values, which may not be written to."""
+    found: torch.Tensor = variable.value.detach()
+    return found
+
+
+def assign(variable: Any, values: torch.Tensor) -> None:
+    """Writes values of its shape to a variable."""
+    variable.assign(values)
 
 
 def zeros(length: int, dtype: str) -> torch.Tensor:

@@ -63,7 +63,7 @@ class ParameterStore:
     def write(self, index: int, flat: Any) -> None:
         at = 0
         for variable, spec in zip(self._members[index], self._specs[index], strict=True):
-            variable.assign(flat[at : at + spec.length].reshape(spec.shape))
+            self._form.assign(variable, flat[at : at + spec.length].reshape(spec.shape))
             at += spec.length
 
     def shift(self, index: int, by: Any) -> None:

@@ -10,6 +10,7 @@ import keras
 from hvd_hetero.optimizers.second_moments import Moments
 from hvd_hetero.policy.second_moments import Mixture
 
+from . import backend
 from .factor import inner
 
 
@@ -36,18 +37,19 @@ def moments_of(optimizer: Any) -> Iterator[Moments]:
 
 def copy(second: Any) -> Any:
     """A copy of a variable's value."""
-    return keras.ops.copy(second)
+    form = backend.form()
+    return form.copied(form.values(second))
 
 
 def mix(moments: Sequence[Moments], before: Sequence[Any], mixtures: Sequence[Mixture]) -> list[Any]:
     """Makes second moments their mixtures, and returns copies of them."""
-    found = []
+    form, found = backend.form(), []
     for each, was, numbers in zip(moments, before, mixtures, strict=True):
-        first, second = keras.ops.convert_to_tensor(each.first), keras.ops.convert_to_tensor(each.second)
-        if bool(keras.ops.all(second == was)):  # there was no gradient, which Keras does not count by variable
+        first, second = form.values(each.first), form.values(each.second)
+        if bool((second == was).all()):  # there was no gradient, which Keras does not count by variable
             found.append(was)
             continue
         new = numbers.after * second + numbers.before * was + numbers.first * first * first
-        each.second.assign(new)
+        form.assign(each.second, new)
         found.append(new)
     return found
