@@ -217,7 +217,7 @@ def test_operations_that_take_turns_have_one_name_in_common():
     assert {base_name(name) for name in names} == {"balancer1.lanes.bucket.0"}
 
 
-def test_what_nothing_holds_any_more_is_not_remembered():
+def test_a_reset_rebuilds_nothing_that_nothing_holds_any_more():
     """Whether rubbish that holds itself was collected yet differs between ranks, and what is called is collective."""
     called = []
 
@@ -230,11 +230,11 @@ def test_what_nothing_holds_any_more_is_not_remembered():
 
     gc.disable()
     try:
-        kept, methods = Thing(), WeakMethods()
+        kept, engine = Thing(), SoloEngine()
         for thing in (kept, Thing()):
-            methods.add(thing.rebuild)
+            engine.on_reset_end(thing.rebuild)
         del thing
-        methods.call()
+        engine.rebuild()
     finally:
         gc.enable()
     assert called == [kept]

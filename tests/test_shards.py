@@ -412,7 +412,7 @@ def test_how_fast_a_rank_reads_is_measured_as_it_reads_its_share_alone():
     meter, told = job.balancer.step_timer.loading_meter, []
     meter.will_load = lambda **how: (told.append(how), type(meter).will_load(meter, **how))
     job.epoch()
-    assert told == [{"beside": True, "in_parts": True, "loaders": 1}]
+    assert told == [{"beside": True, "in_parts": True, "loaders": 1, "ahead": 2}]
 
 
 def test_what_reads_can_be_sent_to_another_process():
