@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from spinning import spin
 
 from hvd_hetero.engine import binding, elastic, farewell, machine, own_threads, shared_sets
 from hvd_hetero.engine.local import World
@@ -65,15 +66,13 @@ def test_the_threads_that_horovod_starts_are_known(monkeypatch, script_first, kn
     initialised Horovod, or where /proc does not tell, or tells the numbers of another namespace."""
     over, ran, there = threading.Event(), threading.Barrier(2), [script_first]
 
-    def spin():
-        end = time.thread_time() + 0.02
-        while time.thread_time() < end:
-            pass
+    def run():
+        spin(0.02)
         ran.wait()
         over.wait()
 
     def start(*args):
-        threading.Thread(target=spin).start()
+        threading.Thread(target=run).start()
         there[0] = True
         ran.wait()
         return ProcessSet()

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from spinning import spin
 
 from hvd_hetero.engine import environment, host, machine
 from hvd_hetero.engine.device import Device, core_gflop_per_s, describe_device, kind_of
@@ -74,15 +75,13 @@ def test_a_quota_is_that_of_now(tmp_path):
 
 
 def test_a_clock_of_threads_counts_what_they_have_run_and_nothing_of_others():
-    def spin():
-        end = time.thread_time() + 0.05
-        while time.thread_time() < end:
-            pass
+    def run():
+        spin(0.05)
         ran.set()
         over.wait()
 
     before, ran, over = machine.threads(), threading.Event(), threading.Event()
-    thread = threading.Thread(target=spin, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     ran.wait()
     assert machine.threads() - before == {thread.native_id} and threading.get_native_id() in before

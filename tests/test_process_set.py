@@ -3,11 +3,11 @@
 import itertools
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from spinning import spin
 
 from hvd_hetero.engine import binding, process_set, shared_sets
 from hvd_hetero.engine.hierarchy import Levels, leader, plain_sum, rails, scatter
@@ -225,9 +225,7 @@ def test_how_crowded_the_cores_are_is_told_by_the_thread_that_made_the_engine(en
     def train():
         engine = engines(0)[0]
         for _ in range(3):
-            end = time.thread_time() + 0.01
-            while time.thread_time() < end:
-                pass
+            spin(0.01)
             told.append(engine.crowding())
 
     thread = threading.Thread(target=train)

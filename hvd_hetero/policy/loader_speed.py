@@ -70,7 +70,8 @@ class LoaderSpeed:
 
     def begin(self, loaders: int, ahead: int = 0) -> None:
         """Says that so many `loaders` begin to load, in parallel, and at most so many batches `ahead`."""
-        self._loaders, self._ahead, self._cold = max(1, loaders), ahead, max(1, loaders)
+        self._loaders = self._cold = max(1, loaders)
+        self._ahead = ahead
         if (most := max(WINDOW, loaders)) != self._seen.maxlen:
             self._seen = deque(self._seen, maxlen=most)
 

@@ -60,11 +60,8 @@ class RankRun:
     @property
     def newest(self) -> Table:
         """The rank's last steps with samples."""
-        return self.steps[self._newest]
-
-    @property
-    def _newest(self) -> np.ndarray:
-        return (self.steps.samples > 0) & (np.arange(len(self.steps)) >= len(self.steps) - NEWEST)
+        steps = self.steps[-NEWEST:]
+        return steps[steps.samples > 0]
 
     @property
     def loading_s(self) -> float:
@@ -74,9 +71,9 @@ class RankRun:
     @property
     def limited_by_loading(self) -> bool:
         """Whether in most of the newest steps loading took longer than computing, and nearly as long as the step."""
-        steps, spans_s = self.newest, self.spans_s[self._newest]
+        steps, spans_s = self.steps[-NEWEST:], self.spans_s[-NEWEST:]
         limits = steps.loading_s > np.fmax(steps.compute_s + steps.extra_s, LONG_LOADING * spans_s)
-        return bool(2 * limits.sum() > len(steps))
+        return bool(2 * limits.sum() > len(self.newest))
 
     def next_step(self, t_s: float) -> int:
         """The step that the rank made or ended at `t_s`, a time by its own clock; after its last step, the one after
