@@ -217,7 +217,10 @@ class Dialogue:
         """
         if report.failed:
             self.unheard()  # no result of another exchange will be taken in
-            self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._position.step)
+            ranks = [self._engine.ranks[rank] for rank in report.failed]
+            if self._engine.rank not in report.failed:
+                self._engine.end_after(ranks)
+            self._departure.hear_failed(ranks, self._position.step)
 
     def _hear_plan(self, report: control.Report, step: int, ahead: int) -> None:
         """Takes in a plan, if the exchange brought one, and lets dealing go on. The plan holds for batches beyond the

@@ -529,6 +529,21 @@ def test_a_rank_ends_as_it_ends_where_nobody_reads_it(monkeypatch, command, code
     assert run_by_launcher(command, elastic=elastic) == code
 
 
+@needs("last_words")
+@pytest.mark.parametrize("verbose", [True, False])
+@pytest.mark.parametrize(("asked", "said"), [
+    (["-np", "1", "sh", "-c", "exit 3"], "Process name: 0\nExit code: 3"),
+    (["-np", "1", "-H", "a:many", "true"], "'a:many'"),
+    (["-np", "1", "--hostfile", "nowhere", "true"], "'nowhere'"),
+])  # fmt: skip
+def test_a_failed_horovodrun_ends_with_what_has_failed(tmp_path, asked, said, verbose):
+    command = [HOROVODRUN, "--gloo", *(["--verbose"] if verbose else []), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 1
+    assert ("Traceback" in done.stderr) == verbose
+    assert said in done.stderr[-100:]
+
+
 @needs("launcher_cache")
 @pytest.mark.parametrize("folder", ["new", "half-written", "no folder"])
 def test_the_launchers_cache_is_whole_or_empty(tmp_path: Path, folder):

@@ -898,3 +898,67 @@ def test_who_has_joined_counts_its_wait_anew_whenever_all_others_answer():
         looks.after(11.0)
         assert looks.wait.lasted_s == 0.0
     assert looks.heard == [(4.0, [1]), (10.0, [1])] * 2 and not looks.left
+
+
+@pytest.fixture
+def at_exit(monkeypatch):
+    """What watches do at the end of this process, in the order in which they have registered it."""
+    calls = []
+    one = SimpleNamespace(register=calls.append, unregister=lambda call: calls.remove(call) if call in calls else None)
+    monkeypatch.setattr(watch, "atexit", one)
+    return calls
+
+
+def test_a_rank_ends_after_those_that_have_failed(ranks, child, at_exit):
+    one = ranks(1).watches[0]
+    one.meet([child.said])
+    for _ in range(2):
+        one.end_after([2], leave=pytest.fail)
+    stay = at_exit[-1]
+    assert at_exit.count(stay) == 1
+    staying = threading.Thread(target=stay)
+    staying.start()
+    staying.join(0.3)
+    assert staying.is_alive()
+    child.kill()
+    staying.join(LIMIT_S)
+    assert not staying.is_alive()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_no_rank_stays_for_ever_for_one_that_has_failed(ranks, child, at_exit, monkeypatch, stopped):
+    monkeypatch.setattr(watch, "STAY_S", 0.2)
+    monkeypatch.setattr(peer, "QUESTION_S", 0.1)
+    one = ranks(1).watches[0]
+    one.meet([child.said])
+    if stopped:
+        child.send_signal(signal.SIGSTOP)
+    one.end_after([2], leave=pytest.fail)
+    at_exit[-1]()
+    assert child.poll() is None
+
+
+def test_a_rank_that_has_failed_and_waits_for_one_that_is_to_end_is_let_go_on(ranks, at_exit):
+    two = ranks(2, patience=TALKS)
+    left = threading.Event()
+    waiter = threading.Thread(target=two.wait, args=(1, "in the end", 0.0, (0, 1)), kwargs={"until": left.is_set})
+    waiter.start()
+
+    def leave():
+        assert not left.is_set()
+        left.set()
+        waiter.join()
+        two.watches[1].close()
+
+    two.watches[0].end_after([1], leave=leave)
+    at_exit[-1]()
+    assert left.is_set()
+
+
+def test_after_a_reset_no_rank_stays_for_one_that_failed_before(ranks, child, at_exit, monkeypatch):
+    one = ranks(1).watches[0]
+    one.meet([child.said])
+    one.end_after([2], leave=pytest.fail)
+    one.meet([child.said])
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pytest.fail))
+    at_exit[-1]()

@@ -56,6 +56,7 @@ WITHOUT = {
     "still",
     "heard_end": "an elastic job waits for ever for a rank that could not be started, or that failed while nobody "
     "reads what horovodrun prints (| head)",
+    "last_words": "a failed horovodrun ends with a traceback of its own, which hides the one of the rank",
     "launcher_cache": "horovodrun ends at once where the home folder cannot be written to, or beside another one",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "run_settings": "horovod.run makes Horovod's thread spin on every rank, but under hvd_hetero's init()",

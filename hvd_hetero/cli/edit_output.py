@@ -4,6 +4,7 @@
 - "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
 - "any_output": output of ranks that is not UTF-8, or that nobody reads any more, stops no rank.
 - "heard_end": a rank that could not be started, or whose end could not be printed, has failed; nobody waits for it.
+- "last_words": a failed horovodrun ends with what has failed, and not with how it found out.
 """
 
 from __future__ import annotations
@@ -146,6 +147,25 @@ def prefix_connection(""",
         find="""            print(command)
 """,
         replace="""            safe_shell_exec.write_to(sys.stdout, command + '\\n')
+""",
+    ),
+    Edit(
+        name="last_words",
+        reason="when a rank fails, or an argument is wrong, horovodrun ends with a traceback of its own, 25 lines that "
+        "hide the one of the rank. It now ends with the text of the error; with --verbose also with the traceback",
+        file="horovod/runner/launch.py",
+        find="""        logging.basicConfig(level=logging.getLevelName(args.log_level))
+
+    _run(args)
+""",
+        replace="""        logging.basicConfig(level=logging.getLevelName(args.log_level))
+
+    try:
+        _run(args)
+    except (OSError, RuntimeError, ValueError) as error:
+        if args.verbose:
+            raise
+        sys.exit(f'horovodrun: {error}')
 """,
     ),
 )

@@ -144,6 +144,9 @@ class LocalEngine:
                 self._group.check(name, done)
                 time.sleep(0.001)
 
+    def end_after(self, ranks: Sequence[int]) -> None:
+        """Does nothing, as all ranks are in this process."""
+
     def rebuild(self) -> None:
         """Calls the methods of `on_reset_begin` and `on_reset_end`, as an elastic reset does; for tests."""
         self._forgets.call()

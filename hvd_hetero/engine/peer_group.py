@@ -105,6 +105,22 @@ class PeerGroup:
 
         return is_awaited
 
+    def still_there(self, ranks: Sequence[int]) -> Callable[[], list[bool]]:
+        """Returns a function that asks the processes of these global ranks, as they are now. It returns, for each that
+        has not ended, whether it waits for this rank."""
+        peers = self._others(ranks)
+
+        def asked(peer: Peer) -> list[bool]:
+            try:
+                state = ask(peer, {"kind": "state"})
+            except GoneError:
+                return []
+            except ConnectionError:
+                return [False]
+            return [waits_for(self.me, state, self._submitted(), self._times)]
+
+        return lambda: [waits for peer in peers for waits in asked(peer)]
+
     def _is_waiting(self, peer: Peer, operation: str) -> bool | None:
         """Whether a peer waits for this rank in another operation, while this rank waits in `operation`.
 

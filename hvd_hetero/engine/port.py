@@ -119,6 +119,10 @@ class Engine(Protocol):
     def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
         """Sleeps until `done()` is true. Meanwhile this rank tells those that ask that it waits in operation `name`."""
 
+    def end_after(self, ranks: Sequence[int]) -> None:
+        """Lets this process end after those of these global ranks, which have failed, so that they can say why; or half
+        a minute from now. Returns at once."""
+
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
         """All-reduce of `array` by `op`. Shapes and types must be equal on all ranks.
 

@@ -238,6 +238,10 @@ class ProcessSetEngine:
         with AROUND_WAITS.entered(), watched:
             wait_until(done)
 
+    def end_after(self, ranks: Sequence[int]) -> None:
+        if self._watch is not None:
+            self._watch.end_after(ranks, leave=self._binding.shutdown)
+
     def _op(self, op: Op) -> Any:
         """Horovod's reduction of this name."""
         return getattr(self._binding, op.capitalize())

@@ -34,6 +34,8 @@ from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # seconds between two looks at what this rank waits for
 LAST_WORDS_S = 5.0  # seconds in which a rank that ends has to have said so
+STAY_S = 30.0  # seconds for which a rank that is to end with others waits until they have
+STAY_PERIOD_S = 0.1  # seconds between two looks at that
 GRACE_S = 60.0  # seconds beyond the bound in which the missing rank may end; then the waiting rank ends itself
 
 
@@ -64,6 +66,7 @@ class Watch:
         self._peer_group = PeerGroup(lambda: self._waits.submitted, self._waits.times)
         self._server: QuestionServer | None = None
         self._closed = threading.Event()
+        self._stay: Callable[[], None] = lambda: None  # sleeps until this process may end
 
     # What the engine tells ------------------------------------------------------------------------------------------
 
@@ -126,6 +129,7 @@ class Watch:
         """Sets the other ranks, by what `introduce` returned on all ranks. Is called after each initialisation of
         Horovod; forgets the operations of the ranks before."""
         self._waits.forget()
+        self._stay = lambda: None
         self._peer_group.meet(map(Peer.from_text, filter(None, texts)))
 
     def explain(self, ranks: Sequence[int] | None = None) -> str:
@@ -152,6 +156,33 @@ class Watch:
         if over:  # the rank that waited may have waited in an operation that follows this one
             self._peer_group.awaited = False
         return over
+
+    def end_after(self, ranks: Sequence[int], *, leave: Callable[[], None]) -> None:
+        """Lets this process end after those of `ranks` (global), which have failed, or `STAY_S` from now.
+
+        The launcher ends all ranks as soon as one has ended with an error. Those that have failed would lose their last
+        words, and what they write as they unwind.
+
+        Args:
+            leave: is called if one of them waits for this rank: lets collectives fail on it, so that it can go on.
+        """
+        there, until_s = self._peer_group.still_there(ranks), time.monotonic() + STAY_S
+
+        def stay() -> None:
+            has_left = False
+            while time.monotonic() < until_s and (waits := there()):
+                if any(waits) and not has_left:
+                    has_left = True
+                    leave()
+                time.sleep(STAY_PERIOD_S)
+
+        self._stay = stay
+        # Registered again, because the last registered function is called first: before Horovod is shut down.
+        atexit.unregister(self._stay_behind)
+        atexit.register(self._stay_behind)
+
+    def _stay_behind(self) -> None:
+        self._stay()
 
     def close(self) -> None:
         """Ends the watchdog's thread, and stops listening."""
